@@ -1,0 +1,74 @@
+"""megatrain: train Hugging Face language models far larger than the GPU's memory, in true fp32 precision.
+
+The names below are the public API. They are imported on first use, so that `import megatrain` (and `megatrain --help`)
+stays instant: torch and transformers take seconds to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatrain.check import check as check
+    from megatrain.config.load import load_config as load_config
+    from megatrain.config.schema import RunConfig as RunConfig
+    from megatrain.errors import EngineClosed as EngineClosed
+    from megatrain.errors import MegatrainError as MegatrainError
+    from megatrain.errors import NumericStop as NumericStop
+    from megatrain.errors import PlanRefused as PlanRefused
+    from megatrain.errors import UserError as UserError
+    from megatrain.evaluate import evaluate as evaluate
+    from megatrain.executor.engine import EvalResult as EvalResult
+    from megatrain.executor.engine import HostEngine as HostEngine
+    from megatrain.executor.engine import StepResult as StepResult
+    from megatrain.optim.adamw import AdamW as AdamW
+    from megatrain.optim.adamw import ParamGroup as ParamGroup
+    from megatrain.train import train as train
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AdamW": "megatrain.optim.adamw",
+    "EngineClosed": "megatrain.errors",
+    "EvalResult": "megatrain.executor.engine",
+    "HostEngine": "megatrain.executor.engine",
+    "MegatrainError": "megatrain.errors",
+    "NumericStop": "megatrain.errors",
+    "ParamGroup": "megatrain.optim.adamw",
+    "PlanRefused": "megatrain.errors",
+    "RunConfig": "megatrain.config.schema",
+    "StepResult": "megatrain.executor.engine",
+    "UserError": "megatrain.errors",
+    "check": "megatrain.check",
+    "evaluate": "megatrain.evaluate",
+    "load_config": "megatrain.config.load",
+    "train": "megatrain.train",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keeps `megatrain.train` the function: importing the submodule of that name would bind the module over it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,405 @@
+"""Everything that can be known about a run before it trains: `megatrain check`, and the first thing `train` does.
+
+Model folder, tokenizer, data, schedule, disk and memory are looked at in this order. Each look either succeeds or adds
+its problem to the list; what depends on a failed one is left out. All problems are raised together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatrain import ledger
+from megatrain.config.schema import RunConfig
+from megatrain.errors import MegatrainError, PlanRefused, UserError
+from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from megatrain.data.loader import StepLoader
+    from megatrain.data.rows import PackedRows
+    from megatrain.executor.engine import HostEngine
+    from megatrain.optim.adamw import AdamW
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose parts are known to be there and to fit together.
+
+    Attributes:
+        run: The config.
+        model_folder: The local folder behind `model.path`.
+        loader: Training batches.
+        val: Held-out rows.
+        total_steps: Length of the run in optimizer steps.
+        learning_rate_at: Learning rate of a step, 0 the first.
+        fingerprint: What decides the order of the data; a resumed run compares it.
+    """
+
+    run: RunConfig
+    model_folder: Path
+    loader: StepLoader
+    val: PackedRows | None
+    total_steps: int
+    learning_rate_at: Callable[[int], float]
+    fingerprint: dict[str, Any]
+
+
+class Problems:
+    """Collects what is wrong, to say it all at once."""
+
+    def __init__(self) -> None:
+        self.found: list[MegatrainError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """An error of ours inside the block becomes an entry; the block ends there."""
+        try:
+            yield
+        except MegatrainError as error:
+            self.found.append(error)
+
+    def raise_all(self) -> None:
+        """Raise one error for everything found, or return if there is nothing.
+
+        Raises:
+            PlanRefused: The run does not fit the machine, and nothing else is wrong.
+            UserError: Anything else.
+        """
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            text = "\n".join([f"{len(self.found)} problems", *(_indented(str(error)) for error in self.found)])
+            raise PlanRefused(text) if all(isinstance(e, PlanRefused) for e in self.found) else UserError(text)
+
+
+def check(run: RunConfig, *, resume: str | None = None) -> None:
+    """Look at everything that `train` would need, and say what was found.
+
+    Args:
+        run: The config; see `load_config`.
+        resume: As for `train`.
+
+    Raises:
+        UserError, PlanRefused: What would stop `train`, all problems in one error.
+    """
+    quiet_libraries()
+    with RunLogger() as log:
+        prepare(run, resume=resume, log=log.info)
+        log.info("all checks passed")
+
+
+def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -> Prepared:
+    """Check a run and return its parts. Data are tokenised here, or read from the cache; weights are not read.
+
+    Raises:
+        UserError, PlanRefused: All problems in one error.
+    """
+    problems = Problems()
+    with problems.collect():
+        RunFolder(run.run.dir).resume_point(resume)
+    with problems.collect():
+        _check_folder(run)
+    with problems.collect():
+        optimizer(run)
+    model = data = schedule = None
+    with problems.collect():
+        model = _look_at_model(run, log)
+    if model is not None:
+        with problems.collect():
+            if run.model.init == "pretrained":
+                _check_weights(model.folder)
+        with problems.collect():
+            data = _look_at_data(run, model, log)
+        with problems.collect():
+            _check_memory(run, model, log)
+    if data is not None:
+        with problems.collect():
+            schedule = _look_at_schedule(run, data, log)
+    if model is not None and schedule is not None:
+        with problems.collect():
+            _check_disk(run, model, schedule.total_steps, log)
+    problems.raise_all()
+    assert model is not None and data is not None and schedule is not None, "a look failed without a problem"
+    return Prepared(
+        run=run,
+        model_folder=model.folder,
+        loader=data.loader,
+        val=data.val,
+        total_steps=schedule.total_steps,
+        learning_rate_at=schedule.learning_rate_at,
+        fingerprint=data.fingerprint,
+    )
+
+
+def prepare_eval(run: RunConfig, *, model_folder: Path | None, log: Callable[[str], None]) -> tuple[Path, PackedRows]:
+    """Check what an evaluation needs, and return the model's folder and the held-out rows.
+
+    Args:
+        model_folder: A folder to use instead of `model.path`.
+
+    Raises:
+        UserError, PlanRefused: All problems in one error.
+    """
+    if model_folder is not None:
+        run = run.model_copy(
+            update={"model": run.model.model_copy(update={"path": str(model_folder), "init": "pretrained"})}
+        )
+    problems, model, data = Problems(), None, None
+    with problems.collect():
+        if run.data.val is None:
+            raise UserError(
+                "is not set: there is nothing to evaluate on", "data.val", "give {fraction: 0.01} or a path"
+            )
+    with problems.collect():
+        model = _look_at_model(run, log)
+    if model is not None:
+        with problems.collect():
+            if run.model.init == "pretrained":
+                _check_weights(model.folder)
+        with problems.collect():
+            data = _look_at_data(run, model, log)
+    problems.raise_all()
+    assert model is not None, "a look failed without a problem"
+    assert data is not None, "a look failed without a problem"
+    assert data.val is not None, "data.val is set, but there are no held-out rows"
+    return model.folder, data.val
+
+
+def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True) -> HostEngine:
+    """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
+
+    Args:
+        model_folder: The local folder behind `model.path`.
+        for_training: False leaves out the memory of gradients.
+    """
+    from megatrain.executor.engine import HostEngine
+    from megatrain.optim.adamw import AdamW
+
+    return HostEngine(
+        model_folder,
+        device=run.run.device,
+        optim=optimizer(run) if for_training else AdamW(max_grad_norm=None),
+        compute_dtype=run.precision.compute_dtype,
+        grad_transport=run.precision.grad_transport,
+        pin=run.memory.pin,
+        weight_slots=run.memory.weight_slots,
+        gradient_slabs=run.memory.gradient_slabs,
+        gradient_plane=run.memory.gradient_plane and for_training,
+        segment=run.activations.segment,
+        chunk_rows=run.batch.chunk_rows,
+        windows=run.batch.windows if for_training else 1,
+        threads=run.run.threads,
+        init="random" if run.model.init == "random" else None,
+        seed=run.run.seed,
+        trust_remote_code=run.model.trust_remote_code,
+        attn_implementation=run.model.attn_implementation,
+        verify="never",  # `prepare` has verified the family
+    )
+
+
+def optimizer(run: RunConfig) -> AdamW:
+    """The optimizer that the config describes."""
+    from megatrain.optim.adamw import AdamW, ParamGroup
+
+    section = run.optim
+    return AdamW(
+        learning_rate=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        groups=tuple(ParamGroup(group.pattern, group.weight_decay, group.lr_scale) for group in section.groups),
+    )
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is known of a model without its weights."""
+
+    folder: Path
+    vocab_size: int
+    max_positions: int | None
+    shape: ledger.ModelShape
+    compute_dtype: ledger.ComputeDtype
+    device: Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class _Data:
+    loader: StepLoader
+    val: PackedRows | None
+    fingerprint: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    total_steps: int
+    learning_rate_at: Callable[[int], float]
+
+
+def _check_folder(run: RunConfig) -> None:
+    place = ledger.nearest_existing(Path(run.run.dir))
+    if not os.access(place, os.W_OK):
+        raise UserError("is not writable", str(place), "set run.dir to another place")
+
+
+def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
+    """Config and structure of the model, built without storage."""
+    import torch
+
+    from megatrain.executor.engine import _compute_dtype, _device
+    from megatrain.executor.gate import verify_family
+    from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
+    from megatrain.models.structure import take_apart
+    from megatrain.optim.adamw import unmatched_groups
+
+    folder = find_model_folder(run.model.path)
+    config = load_model_config(folder, run.model.trust_remote_code)
+    device = _device(run.run.device)
+    dtype = _compute_dtype(run.precision.compute_dtype, device)
+    model = build_meta_model(
+        config,
+        compute_dtype=dtype,
+        attn_implementation=run.model.attn_implementation,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    structure = take_apart(model)
+    verify_family(config, trust_remote_code=run.model.trust_remote_code)
+    names = [name for unit in structure.units for _, name in unit.full_names()]
+    for group in unmatched_groups(names, optimizer(run)):
+        raise UserError(
+            f"no parameter matches the pattern {group.pattern!r}", "optim.groups", f"names are like {names[1]}"
+        )
+    text = config.get_text_config()
+    shape = ledger.ModelShape(
+        params=sum(unit.layout.numel for unit in structure.units),
+        largest_layer=max(unit.layout.numel for unit in structure.layers),
+        edges=structure.embedding.layout.numel + structure.head.layout.numel,
+        layers=len(structure.layers),
+        hidden_size=text.hidden_size,
+    )
+    short: dict[torch.dtype, ledger.ComputeDtype] = {
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float32: "fp32",
+    }
+    log(
+        f"model {folder}: {type(model).__name__}, {structure.param_count / 1e6:,.1f} M parameters in {shape.layers} layers; "
+        f"computes in {short[dtype]} on {device}, fp32 master weights and moments"
+    )
+    return _Model(
+        folder=folder,
+        vocab_size=text.vocab_size,
+        max_positions=getattr(text, "max_position_embeddings", None),
+        shape=shape,
+        compute_dtype=short[dtype],
+        device="cuda" if device.type == "cuda" else "cpu",
+    )
+
+
+def _check_weights(folder: Path) -> None:
+    """The headers of all weight files, against the index if there is one."""
+    from megatrain.models.weights import find_weight_files
+
+    find_weight_files(folder)
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer that lies in a model folder.
+
+    Raises:
+        UserError: There is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"has no usable tokenizer: {reason}",
+            str(folder),
+            "put the tokenizer's files (tokenizer.json, ...) into the folder",
+        ) from error
+
+
+def _look_at_data(run: RunConfig, model: _Model, log: Callable[[str], None]) -> _Data:
+    from megatrain.data import load_data
+    from megatrain.data.loader import StepLoader
+
+    tokenizer = load_tokenizer(model.folder, run.model.trust_remote_code)
+    rows, val = load_data(
+        run.data,
+        tokenizer,
+        vocab_size=model.vocab_size,
+        model_max_length=model.max_positions,
+        seed=run.run.seed,
+        log=log,
+    )
+    loader = StepLoader(rows, run.rows_per_step, seed=run.run.seed)
+    fingerprint = {
+        "rows": len(rows),
+        "rows_per_epoch": loader.rows_per_epoch,
+        "tokens": rows.stats.tokens,
+        "max_tokens": run.data.max_tokens,
+        "rows_per_step": run.rows_per_step,
+        "seed": run.run.seed,
+    }
+    return _Data(loader, val, fingerprint)
+
+
+def _look_at_schedule(run: RunConfig, data: _Data, log: Callable[[str], None]) -> _Schedule:
+    """Steps are counted after packing, so that they are the run's real ones."""
+    from megatrain.optim.schedule import Schedule, whole_steps
+
+    section = run.schedule
+    total = section.total_steps(data.loader.steps_per_epoch)
+    warmup = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else section.warmup_steps or 0
+    if warmup >= total:
+        raise UserError(
+            f"a warm-up of {warmup} steps does not fit into a run of {total} ({data.loader.steps_per_epoch} steps per epoch)",
+            "schedule.warmup_ratio" if section.warmup_ratio else "schedule.warmup_steps",
+            "shorten the warm-up, or train longer (schedule.epochs, schedule.steps) or in smaller steps (batch.tokens_per_step)",
+        )
+    schedule = Schedule(section.kind, total, warmup, section.min_lr_ratio, section.decay_ratio)
+    log(
+        f"{total} steps of {run.batch.tokens_per_step:,} tokens, {data.loader.steps_per_epoch} per epoch; "
+        f"{section.kind} schedule, {warmup} steps of warm-up to {run.optim.learning_rate:g}"
+    )
+    return _Schedule(total, lambda step: run.optim.learning_rate * schedule.lr_factor(step))
+
+
+def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> None:
+    import torch
+
+    needed = ledger.memory_ledger(model.shape, run, device=model.device, compute_dtype=model.compute_dtype)
+    device_available = None
+    if model.device == "cuda":
+        device_available, _ = torch.cuda.mem_get_info()
+        if run.memory.device_gib != "auto":
+            device_available = min(device_available, int(run.memory.device_gib * ledger.GIB))
+    host_available = ledger.host_available_bytes(run.memory.host_gib)
+    log(f"host memory: {ledger.gib(needed.host_bytes)} needed, {ledger.gib(host_available)} available")
+    if device_available is not None:
+        log(
+            f"device memory: at least {ledger.gib(needed.device_bytes)} needed, {ledger.gib(device_available)} available"
+        )
+    ledger.refuse_if_too_large(needed, host_available=host_available, device_available=device_available, run=run)
+
+
+def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[str], None]) -> None:
+    one, count = ledger.checkpoint_bytes(model.shape, model.compute_dtype), ledger.checkpoints_at_once(run, total_steps)
+    log(f"disk: up to {count} checkpoints of {ledger.gib(one)} at once in {run.run.dir}")
+    ledger.refuse_if_disk_too_small(run, one, count)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(("  - " if number == 0 else "    ") + line for number, line in enumerate(text.splitlines()))

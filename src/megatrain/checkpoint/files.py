@@ -1,0 +1,397 @@
+"""Files with checksums, and folders that appear whole or not at all.
+
+[Note: life of a checkpoint folder]
+A folder is written as `<name>.tmp-<pid>` with a marker file in it. Every file is checksummed while it is written and fsynced;
+then come the manifest, the removal of the marker, an fsync of the folder and the rename to `<name>`. So a folder under its own
+name is complete; anything else is either named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it. A writer that
+dies leaves only such a temporary folder, which the next writer in the same place removes once it sees that the process is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatrain.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_FILE = "manifest.json"
+MARKER_FILE = ".megatrain-partial"
+PIECE_BYTES = 32 << 20
+UNSYNCED_FILES = 2
+"""Files that may wait for their fsync while the next one is written; bounds the dirty pages in the page cache."""
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass
+class FileRecord:
+    """What the manifest says of a file. A safetensors file has one checksum per tensor, so that an error can name it.
+
+    Attributes:
+        size: Bytes.
+        crc32: Of the whole file; for safetensors of the part before the tensors' data.
+        tensors: CRC-32 of each tensor's bytes, for safetensors files.
+    """
+
+    size: int
+    crc32: int
+    tensors: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"size": self.size, "crc32": self.crc32}
+        return record | {"tensors": self.tensors} if self.tensors else record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> FileRecord:
+        tensors = {str(name): int(crc) for name, crc in record.get("tensors", {}).items()}
+        return cls(int(record["size"]), int(record["crc32"]), tensors)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy. The view keeps no reference: hold on to the tensor."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def tensor_crc32(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor_bytes(tensor.contiguous()))
+
+
+def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
+    """The bytes before the data of a safetensors file, and the order of the tensors in it."""
+    # Wide types first: then every tensor starts at a multiple of its item size, whatever the sizes of the others.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
+
+
+class FolderWriter:
+    """Writes one folder that appears whole or not at all; see [Note: life of a checkpoint folder].
+
+    Use as a context manager. Leaving it without `commit` removes what was written. All methods raise UserError, naming the
+    file, when the system refuses a write.
+
+    Args:
+        target: The folder to make. It must not exist, or be empty.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.temp = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+        self.records: dict[str, FileRecord] = {}
+        self._crc_thread = ThreadPoolExecutor(1, "checkpoint-crc")
+        self._sync_thread = ThreadPoolExecutor(1, "checkpoint-fsync")
+        self._syncs: list[tuple[str, Future[None]]] = []
+        self._committed = False
+
+    def __enter__(self) -> FolderWriter:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.target)
+            self.temp.mkdir()
+            marker = {"host": socket.gethostname(), "pid": os.getpid()}
+            (self.temp / MARKER_FILE).write_text(json.dumps(marker), encoding="utf-8")
+        except OSError as error:
+            self._close_threads()
+            raise _refused(error, self.target) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_threads()
+        if not self._committed:
+            shutil.rmtree(self.temp, onerror=_warn_left)
+
+    def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a safetensors file from CPU tensors, straight from their memory where they are contiguous."""
+        header, order = safetensors_header(tensors)
+        crcs: dict[str, int] = {}
+        with self._file(name) as file:
+            header_crc = file.append(memoryview(header))
+            for key in order:
+                # The contiguous copy of a transposed tensor lives for this one write.
+                crcs[key] = file.append(tensor_bytes(tensors[key].contiguous()))
+        self.records[name] = FileRecord(file.size, header_crc, crcs)
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        with self._file(name) as file:
+            crc = file.append(memoryview(data))
+        self.records[name] = FileRecord(file.size, crc)
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write_bytes(name, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode())
+
+    def copy_file(self, name: str, source: Path) -> None:
+        """Copy a file's content, a piece at a time."""
+        crc = 0
+        with self._file(name) as file, source.open("rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                crc = file.append(memoryview(piece), crc)
+        self.records[name] = FileRecord(file.size, crc)
+
+    def commit(self, manifest: Mapping[str, Any]) -> None:
+        """Make the folder durable and give it its name. `manifest` is completed with the file records and a checksum."""
+        self._wait_for_syncs(0)
+        body = dict(manifest) | {"files": {name: record.to_json() for name, record in sorted(self.records.items())}}
+        self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
+        self._wait_for_syncs(0)
+        try:
+            (self.temp / MARKER_FILE).unlink()
+            for folder in sorted({(self.temp / name).parent for name in self.records} | {self.temp}):
+                _sync_folder(folder)
+            self.temp.rename(self.target)
+            self._committed = True
+            _sync_folder(self.target.parent)
+        except OSError as error:
+            raise _refused(error, self.target) from error
+
+    def _file(self, name: str) -> _OpenFile:
+        self._wait_for_syncs(UNSYNCED_FILES)
+        return _OpenFile(self, name)
+
+    def _sync_later(self, name: str, fd: int) -> None:
+        self._syncs.append((name, self._sync_thread.submit(_sync_and_close, fd)))
+
+    def _wait_for_syncs(self, left: int) -> None:
+        while len(self._syncs) > left:
+            name, sync = self._syncs.pop(0)
+            try:
+                sync.result()
+            except OSError as error:
+                raise _refused(error, self.target / name) from error
+
+    def _close_threads(self) -> None:
+        self._crc_thread.shutdown()
+        self._sync_thread.shutdown()
+
+
+class _OpenFile:
+    """One file being written: `append` writes and checksums, leaving hands it to the fsync thread."""
+
+    def __init__(self, folder: FolderWriter, name: str):
+        self._folder, self._name, self.size = folder, name, 0
+        self._fd = -1
+
+    def __enter__(self) -> _OpenFile:
+        path = self._folder.temp / self._name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _refused(error, self._folder.target / self._name) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._folder._sync_later(self._name, self._fd)
+        else:
+            os.close(self._fd)
+
+    def append(self, data: memoryview, crc: int = 0) -> int:
+        """Write `data` at the end; returns its CRC-32, going on from `crc`."""
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            # Both release the interpreter lock: the checksum of a piece is computed while the piece is being written.
+            checksum = self._folder._crc_thread.submit(zlib.crc32, piece, crc)
+            try:
+                self._write(piece)
+            finally:
+                crc = checksum.result()
+        return crc
+
+    def _write(self, piece: memoryview) -> None:
+        try:
+            while piece:
+                written = os.write(self._fd, piece)
+                piece, self.size = piece[written:], self.size + written
+        except OSError as error:
+            raise _refused(error, self._folder.target / self._name) from error
+
+
+class SafetensorsReader:
+    """Reads tensors of one safetensors file of a checkpoint and verifies each against its record.
+
+    Thread safe: reads are positional.
+
+    Raises:
+        UserError: The file is unreadable or damaged; names file and tensor.
+    """
+
+    def __init__(self, path: Path, record: FileRecord):
+        self.path, self._record = path, record
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise damaged(path, error.strerror or str(error)) from error
+        try:
+            self._entries, self._data_start = self._read_header()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._entries[name]["dtype"]]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A new tensor."""
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Read into the memory of `out`, which has the tensor's shape and dtype and is contiguous."""
+        assert (tuple(out.shape), out.dtype) == (self.shape(name), self.dtype(name)), (name, out.shape, out.dtype)
+        begin, end = self._entries[name]["data_offsets"]
+        view = tensor_bytes(out)
+        assert len(view) == end - begin, (name, len(view), begin, end)
+        if self._pread(view, self._data_start + begin) != self._record.tensors.get(name):
+            raise damaged(self.path, f"tensor {name}: checksum differs")
+
+    def _pread(self, view: memoryview, offset: int) -> int:
+        """Fill `view` from the file; returns its CRC-32."""
+        crc = 0
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            done = 0
+            while done < len(piece):
+                try:
+                    count = os.preadv(self._fd, [piece[done:]], offset + start + done)
+                except OSError as error:
+                    raise damaged(self.path, error.strerror or str(error)) from error
+                if count == 0:
+                    raise damaged(self.path, "the file ends too early")
+                done += count
+            crc = zlib.crc32(piece, crc)
+        return crc
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        size = os.fstat(self._fd).st_size
+        if size != self._record.size:
+            raise damaged(self.path, f"has {size} bytes, {self._record.size} were written")
+        length = bytearray(8)
+        self._pread(memoryview(length), 0)
+        header = bytearray(min(int.from_bytes(length, "little"), size))
+        self._pread(memoryview(header), 8)
+        if zlib.crc32(header, zlib.crc32(length)) != self._record.crc32:
+            raise damaged(self.path, "the header's checksum differs")
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        return entries, 8 + len(header)
+
+
+def canonical(value: Any) -> bytes:
+    """The bytes that a JSON value's checksum is taken over: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def read_verified(path: Path, record: FileRecord) -> bytes:
+    """The content of a small file, verified."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise damaged(path, error.strerror or str(error)) from error
+    if (len(data), zlib.crc32(data)) != (record.size, record.crc32):
+        raise damaged(path, "checksum differs")
+    return data
+
+
+def damaged(path: Path, what: str) -> UserError:
+    return UserError(f"the checkpoint is damaged: {what}", str(path), "restore the file, or take another checkpoint")
+
+
+def _refused(error: OSError, path: Path) -> UserError:
+    """What the system said about writing `path`, for a person."""
+    remedy = "free space or change the folder; the state in memory and older checkpoints are untouched"
+    return UserError(f"cannot be written: {error.strerror or error}", str(path), remedy)
+
+
+def _sync_and_close(fd: int) -> None:
+    try:
+        os.fsync(fd)
+        # Written once, read perhaps never: leave the page cache to those who need it. Host memory is nearly full.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Refuse a target that holds something; remove what dead writers left beside it, or under its name."""
+    if target.is_dir() and (target / MARKER_FILE).is_file() and not (target / MANIFEST_FILE).exists():
+        logger.warning("removing %s, an unfinished checkpoint", target)
+        shutil.rmtree(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
+    for folder in target.parent.iterdir():
+        match = re.search(r"\.tmp-(\d+)$", folder.name)
+        if match and folder.is_dir() and _is_dead(folder, int(match[1])):
+            logger.warning("removing %s, left by a writer that died", folder)
+            shutil.rmtree(folder)
+
+
+def _is_dead(folder: Path, pid: int) -> bool:
+    """Whether a temporary folder is ours and its writer is gone. In doubt (another host) it is left alone."""
+    if (folder / MANIFEST_FILE).is_file() and not (folder / MARKER_FILE).exists():
+        host = socket.gethostname()  # died between the marker's removal and the rename
+    else:
+        try:
+            host = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))["host"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+    return host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists())
+
+
+def _warn_left(function: object, path: str, problem: object) -> None:
+    logger.warning("could not remove %s", path)

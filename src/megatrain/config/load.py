@@ -1,0 +1,439 @@
+"""From a YAML file and overrides to a RunConfig, with every problem in one error.
+
+    YAML 1.2 file --> plain data + line of each key --> overrides written into the data --> one pydantic validation
+
+A problem is shown with its place: `run.yaml:14 batch.tokens_per_step: ...; did you mean "..."?`, or `--batch.x: ...`
+where the value came from an override. Relative paths in a config are relative to the current directory, not to the
+file, so that a config can be copied into the run's folder and still mean the same.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from megatrain.config import schema
+from megatrain.config.schema import RunConfig
+from megatrain.errors import UserError
+
+Loc = tuple[str | int, ...]  # where a value stands: ("data", "train", 0, "path")
+
+# What other trainers call a setting -> what it is called here.
+_ALIASES = {
+    "lr": "optim.learning_rate",
+    "max_seq_len": "data.max_tokens",
+    "max_seq_length": "data.max_tokens",
+    "max_length": "data.max_tokens",
+    "cutoff_len": "data.max_tokens",
+    "sequence_length": "data.max_tokens",
+    "model_name_or_path": "model.path",
+    "name_or_path": "model.path",
+    "dataset": "data.train",
+    "train_file": "data.train",
+    "validation_file": "data.val",
+    "batch_size": "batch.tokens_per_step",
+    "per_device_train_batch_size": "batch.chunk_rows",
+    "gradient_accumulation_steps": "batch.tokens_per_step",
+    "num_train_epochs": "schedule.epochs",
+    "num_epochs": "schedule.epochs",
+    "max_steps": "schedule.steps",
+    "num_steps": "schedule.steps",
+    "lr_scheduler_type": "schedule.kind",
+    "warmup": "schedule.warmup_ratio",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval.every_steps",
+    "output_dir": "run.dir",
+    "max_grad_clip": "optim.max_grad_norm",
+    "gradient_clipping": "optim.max_grad_norm",
+    "dtype": "precision.compute_dtype",
+}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--section.key value` of the command line."""
+
+    loc: Loc
+    text: str
+    flag: str  # as the user wrote it, for messages
+
+
+@dataclass
+class _Document:
+    """A config before validation."""
+
+    data: dict[str, Any]
+    name: str  # what messages call the file
+    lines: dict[Loc, int] = field(default_factory=dict)  # 1-based line of each key and list item
+    flags: dict[Loc, str] = field(default_factory=dict)  # values that came from an override
+
+    def line(self, loc: Loc) -> int:
+        """Line of the nearest key that the file has; 0 where there is none."""
+        return next((self.lines[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in self.lines), 0)
+
+    def place(self, loc: Loc) -> str:
+        """`run.yaml:14 batch.tokens_per_step`, with the line of the nearest key that the file really has."""
+        dotted = ".".join(map(str, loc))
+        for end in range(len(loc), 0, -1):
+            if flag := self.flags.get(loc[:end]):
+                return flag if end == len(loc) else f"{flag} ({dotted})"
+        line = self.line(loc)
+        return f"{self.name}:{line} {dotted}" if line else f"{self.name} {dotted}"
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override and validate a config.
+
+    Args:
+        source: A YAML file, or the same as nested dicts.
+        overrides: Command line words: `--optim.learning_rate 2e-5`, `--optim.learning-rate=2e-5` or
+            `optim.learning_rate=2e-5`. Values are YAML.
+
+    Raises:
+        UserError: The file cannot be read, or the config is wrong; the message lists all problems.
+    """
+    document = _from_mapping(source) if isinstance(source, Mapping) else _from_file(Path(source))
+    given, rest = split_overrides(overrides)
+    if rest:
+        raise UserError(f"not an override: {rest[0]!r}", remedy="write --section.key value")
+    for override in given:
+        _apply(override, document)
+    try:
+        return RunConfig.model_validate(document.data)
+    except ValidationError as error:
+        raise _user_error(error, document) from None
+
+
+def dump_config(run: RunConfig) -> str:
+    """The whole config with all defaults filled in, as YAML; `load_config` reads it back to an equal RunConfig."""
+    out = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
+    data = run.model_dump(mode="json", exclude_none=False)
+    if run.data.val is not None:  # the two forms of `val` exclude each other, so that nulls would only confuse
+        data["data"]["val"] = run.data.val.model_dump(mode="json", exclude_none=True)
+    yaml.dump(data, out)
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def _from_file(path: Path) -> _Document:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("no such file", str(path), "give the path of a run's YAML file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"is not UTF-8 text ({error.reason} at byte {error.start})", str(path)) from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", str(path)) from None
+    try:
+        root = YAML(typ="rt").load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        problem = (error.problem or error.context or "malformed").splitlines()[0]
+        raise UserError(
+            f"is not valid YAML: {problem}", f"{path}{line}", "check indentation, colons and quotes"
+        ) from None
+    except YAMLError as error:
+        raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", str(path)) from None
+    if not isinstance(root, dict):
+        found = "nothing" if root is None else f"a {type(_plain(root)).__name__}"
+        raise UserError(
+            f"should hold the sections model, data, batch, run, ...; found {found}",
+            str(path),
+            "see `megatrain train --help` for all keys",
+        )
+    document = _Document(_plain(root), str(path))
+    document.lines.update(_lines(root))
+    return document
+
+
+def _from_mapping(source: Mapping[str, Any]) -> _Document:
+    return _Document(_plain(source), "config")
+
+
+def _plain(node: Any) -> Any:
+    """Copy without ruamel's types: its numbers and texts remember their spelling, and error messages would show it."""
+    if isinstance(node, Mapping):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_plain(value) for value in node]
+    for kind in (bool, int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node
+
+
+def _lines(node: Any, loc: Loc = ()) -> Iterator[tuple[Loc, int]]:
+    position = getattr(node, "lc", None)
+    if position is None or not isinstance(node, dict | list):
+        return
+    for key in node if isinstance(node, dict) else range(len(node)):
+        place = (*loc, str(key) if isinstance(node, dict) else key)
+        # keys that a merge (<<) brought in have no line of their own
+        if position.data and key in position.data:
+            yield place, position.data[key][0] + 1
+        yield from _lines(node[key], place)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overrides
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Separate the overrides of a command line from its other words.
+
+    An override is `--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`. A boolean may stand without its value: `--data.packing`
+    is true.
+    """
+    overrides: list[Override] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        match = re.fullmatch(r"(?P<dashes>--)?(?P<key>[A-Za-z][\w-]*(?:\.[\w-]+)*)(?P<value>=.*)?", word, re.DOTALL)
+        if match is None or not (match["dashes"] or match["value"]) or not _is_config_key(match["key"]):
+            rest.append(word)
+            continue
+        loc = tuple(int(p) if p.isdigit() else p for p in match["key"].replace("-", "_").split("."))
+        flag = f"{match['dashes'] or ''}{match['key']}"
+        if match["value"] is not None:
+            text = match["value"][1:]
+        elif position < len(words) and not words[position].startswith("--"):
+            text = words[position]
+            position += 1
+        elif _field_type(loc) is bool:
+            text = "true"
+        else:
+            raise UserError("has no value", flag, f"write {flag} VALUE")
+        overrides.append(Override(loc, text, flag))
+    return overrides, rest
+
+
+def _is_config_key(key: str) -> bool:
+    """`--checkpoint PATH` is an argument of a command, so a bare name is a key only where it has a value of its own."""
+    return "." in key or (key in RunConfig.model_fields and _model_in(RunConfig.model_fields[key].annotation) is None)
+
+
+def _apply(override: Override, document: _Document) -> None:
+    node: Any = document.data
+    for depth, key in enumerate(override.loc[:-1]):
+        inside = ".".join(map(str, override.loc[: depth + 1]))
+        if isinstance(node, list):
+            node = _list_item(node, key, override)
+        elif node.get(key) is None:
+            node[key] = node = {}
+        else:
+            node = node[key]
+        if not isinstance(node, dict | list):
+            raise UserError(f"{inside} is {node!r} here, which has no parts", override.flag, f"set --{inside} itself")
+    last = override.loc[-1]
+    if isinstance(node, list):
+        _list_item(node, last, override)
+        node[int(last)] = _parse_value(override)
+    else:
+        node[last] = _parse_value(override)
+    document.flags[override.loc] = override.flag
+
+
+def _list_item(node: list[Any], key: str | int, override: Override) -> Any:
+    if not isinstance(key, int) or key >= len(node):
+        raise UserError(f"{key!r} is no item of a list of {len(node)}", override.flag, "count from 0")
+    return node[key]
+
+
+def _parse_value(override: Override) -> Any:
+    """A text field takes the word as it is (a folder may be called 2024); all others read it as YAML."""
+    if _field_type(override.loc) is str and override.text != "null":
+        return override.text
+    try:
+        return _plain(YAML(typ="rt").load(override.text))
+    except YAMLError:
+        return override.text  # `*.jsonl` is a glob for data.train; where text is wrong, the validation says so
+
+
+def _field_at(loc: Loc) -> FieldInfo | None:
+    model: type[BaseModel] | None = RunConfig
+    found: FieldInfo | None = None
+    for key in loc:
+        if isinstance(key, int):
+            continue
+        if model is None or key not in model.model_fields:
+            return None
+        found = model.model_fields[key]
+        model = _model_in(found.annotation)
+    return found
+
+
+def _field_type(loc: Loc) -> Any:
+    """The plain type of a field, `| None` left out; None for a key that does not exist or has no single plain type."""
+    info = _field_at(loc)
+    if info is None or isinstance(loc[-1], int):
+        return None
+    kinds = [kind for kind in _alternatives(info.annotation) if kind is not NoneType]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _alternatives(part)]
+    return [annotation]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    for kind in _alternatives(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+        if get_origin(kind) is tuple and (inner := _model_in(get_args(kind)[0])):
+            return inner
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems
+
+
+def _user_error(error: ValidationError, document: _Document) -> UserError:
+    found = sorted(error.errors(include_url=False), key=lambda details: document.line(details["loc"]))
+    lines = [_problem(details, document) for details in found]
+    if len(lines) == 1:
+        return UserError(lines[0])
+    return UserError("\n".join([f"{len(lines)} problems in the config", *(f"  {line}" for line in lines)]))
+
+
+def _problem(details: ErrorDetails, document: _Document) -> str:
+    context = details.get("ctx", {})
+    loc: Loc = context.get("at", details["loc"])
+    place, found = document.place(loc), details["input"]
+    match details["type"]:
+        case "missing":
+            return f"{place}: missing; {_what_belongs(loc)}"
+        case "extra_forbidden":
+            suggestion = suggest_key(".".join(map(str, loc)))
+            return f"{place}: unknown key" + (f'; did you mean "{suggestion}"?' if suggestion else "")
+        case "literal_error":
+            near = get_close_matches(str(found), re.findall(r"'([^']*)'", context["expected"]), n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            return f"{place}: should be {context['expected']}, found {found!r}{hint}"
+        case "bool_type" if str(found).lower() in ("yes", "no", "on", "off", "true", "false"):
+            return f"{place}: found the text {found!r}; a boolean is written true or false"
+        case schema.CROSS_SECTION:
+            return f"{place}: {details['msg']}, found {_value_at(document.data, loc)!r}"
+        case "model_type" | "model_attributes_type":
+            return f"{place}: should be a section with keys, found {found!r}"
+    text = details["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    # a message about a whole section names the keys itself
+    return (
+        f"{place}: {text}"
+        if isinstance(found, dict | BaseModel) or "found" in text
+        else f"{place}: {text}, found {found!r}"
+    )
+
+
+def _value_at(node: Any, loc: Loc) -> Any:
+    for key in loc:
+        node = node[key]
+    return node
+
+
+def _what_belongs(loc: Loc) -> str:
+    info = _field_at(loc)
+    assert info is not None, f"a missing key {loc} that the schema does not know"
+    if info.description:
+        return info.description
+    section = _model_in(info.annotation)
+    assert section is not None, f"{loc} has neither description nor keys"
+    needed = [name for name, item in section.model_fields.items() if item.is_required()]
+    return f"a section with {', '.join(needed)}"
+
+
+def suggest_key(dotted: str) -> str | None:
+    """The existing key that an unknown one most likely means, as a dotted path; None if nothing is near.
+
+    >>> suggest_key("optim.warmup_ratio")
+    'schedule.warmup_ratio'
+    """
+    *section, wrong = dotted.replace("-", "_").split(".")
+    known = [".".join(str(key) for key in loc if key != "N") for loc, _ in fields()]
+    leaves: dict[str, str] = {}
+    for path in known:
+        leaves.setdefault(path.rpartition(".")[2], path)
+    if wrong in _ALIASES:
+        return _ALIASES[wrong]
+    own = {
+        path.rpartition(".")[2]: path
+        for path in known
+        if path.split(".")[:-1] == [s for s in section if not s.isdigit()]
+    }
+    if near := get_close_matches(wrong, own, n=1):
+        return own[near[0]]
+    if near := get_close_matches(wrong, leaves, n=1, cutoff=0.75):
+        return leaves[near[0]]
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Help
+
+
+def fields(model: type[BaseModel] = RunConfig, loc: Loc = ()) -> Iterator[tuple[Loc, FieldInfo]]:
+    """Every key of the config with its field, in the order of the YAML; "N" stands for the position in a list."""
+    for name, info in model.model_fields.items():
+        place = (*loc, name)
+        yield place, info
+        if inner := _model_in(info.annotation):
+            many = any(get_origin(kind) is tuple for kind in _alternatives(info.annotation))
+            yield from fields(inner, (*place, "N") if many else place)
+
+
+def describe_keys() -> str:
+    """All keys with type, default and meaning, in the order of the YAML, for `--help`."""
+    lines: list[str] = []
+    for loc, info in fields():
+        if len(loc) == 1 and info.description is None:
+            section = _model_in(info.annotation)
+            assert section is not None, f"{loc} has neither description nor keys"
+            lines += ["", f"{loc[0]}: {(section.__doc__ or '').strip()}"]
+            continue
+        default = "" if info.is_required() else f" (default: {_default_text(info)})"
+        lines.append(f"  --{'.'.join(map(str, loc))} {_type_text(info)}{default}\n        {info.description}")
+    return "\n".join(lines)
+
+
+def _default_text(info: FieldInfo) -> str:
+    value = info.default
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _type_text(info: FieldInfo) -> str:
+    words: list[str] = []
+    for kind in _alternatives(info.annotation):
+        if get_origin(kind) is Literal:
+            words += map(str, get_args(kind))
+        elif kind is not NoneType:
+            words.append({str: "TEXT", int: "N", float: "X", bool: "true|false"}.get(kind, "YAML"))
+    return "|".join(words)

@@ -1,0 +1,175 @@
+"""From the `data:` of a run to its rows: the one function that the rest of megatrain calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain.data import packing
+from megatrain.data.build import Builder, Log
+from megatrain.data.encode import Encoder
+from megatrain.data.render import ChatRenderer
+from megatrain.data.rows import PackedRows, RowGroup
+from megatrain.data.settings import DataLike, SourceLike
+from megatrain.data.store import TokenStore
+from megatrain.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def load_data(
+    data: DataLike,
+    tokenizer: Any,
+    *,
+    vocab_size: int | None = None,
+    model_max_length: int | None = None,
+    seed: int = 0,
+    log: Log | None = None,
+) -> tuple[PackedRows, PackedRows | None]:
+    """Read, render, tokenise (or find in the cache) and pack all data of a run.
+
+    Args:
+        data: The `data:` section, or a `DataSettings`.
+        tokenizer: The model's Hugging Face tokenizer.
+        vocab_size: Rows of the model's embedding; ids beyond it are an error here, not in the step that meets them.
+        model_max_length: The most positions the model knows; None: not checked.
+        seed: Decides which samples share a row.
+        log: Takes a line of text for people; None: `logging`.
+
+    Returns:
+        The rows to train on, and those held out (None without `data.val`).
+
+    Raises:
+        UserError: For everything that is wrong with the data, with file and line.
+    """
+    if model_max_length is not None and data.max_tokens > model_max_length:
+        raise UserError(
+            f"rows of {data.max_tokens} tokens are longer than the {model_max_length} positions of the model",
+            where="data.max_tokens",
+            remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
+        )
+    log = log or logger.info
+    cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "megatrain" / "tokens"
+    encoder = Encoder(tokenizer)
+    renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
+    builder = Builder(encoder, renderer, cache, data.allow_rejects, log)
+
+    train = _open(builder, data.train, "data.train", vocab_size)
+    fraction = data.val.fraction if data.val is not None else None
+    if data.val is None:
+        train_parts, val_parts = [(source, store, _all(store)) for source, store in train], []
+    elif fraction is not None:
+        held_out = [packing.in_fraction(store.hashes, fraction) for _, store in train]
+        val_parts = [(s, store, np.flatnonzero(out)) for (s, store), out in zip(train, held_out, strict=True)]
+        train_parts = [(s, store, np.flatnonzero(~out)) for (s, store), out in zip(train, held_out, strict=True)]
+        for name, parts in (("validation", val_parts), ("training", train_parts)):
+            if not sum(len(chosen) for _, _, chosen in parts):
+                samples = sum(len(store) for _, store in train)
+                raise UserError(
+                    f"a fraction of {fraction} of {samples} samples leaves none for {name}",
+                    where="data.val.fraction",
+                    remedy="choose another fraction, or give sources of their own (data.val.sources); a .txt file is one "
+                    "sample, or with format: lines one for each line",
+                )
+    else:
+        val = _open(builder, data.val.sources or (), "data.val.sources", vocab_size)
+        train_parts = [(source, store, _all(store)) for source, store in train]
+        val_parts = [(source, store, _all(store)) for source, store in val]
+        _warn_of_shared(train, val, log)
+
+    train_rows = _rows(data, encoder.pad, train_parts, "train", seed, log)
+    return train_rows, _rows(data, encoder.pad, val_parts, "val", seed, log) if val_parts else None
+
+
+_Part = tuple[SourceLike, TokenStore, np.ndarray]
+"""A source, its store, and the samples of it that are used."""
+
+
+def _open(
+    builder: Builder, sources: Sequence[SourceLike], where: str, vocab_size: int | None
+) -> list[tuple[SourceLike, TokenStore]]:
+    stores = []
+    for i, source in enumerate(sources):
+        store = builder.open(source, f"{where}[{i}]")
+        if vocab_size is not None:
+            store.check_ids(vocab_size)
+        stores.append((source, store))
+    return stores
+
+
+def _all(store: TokenStore) -> np.ndarray:
+    return np.arange(len(store))
+
+
+def _warn_of_shared(
+    train: list[tuple[SourceLike, TokenStore]], val: list[tuple[SourceLike, TokenStore]], log: Log
+) -> None:
+    known = np.unique(np.concatenate([store.hashes for _, store in train]))
+    for source, store in val:
+        if shared := int(np.isin(store.hashes, known).sum()):
+            log(f"warning: {shared:,} of {len(store):,} samples of {source.path} are in the training data as well")
+
+
+def _rows(data: DataLike, pad_id: int, parts: list[_Part], name: str, seed: int, log: Log) -> PackedRows:
+    if data.overflow == "error":
+        _refuse_overflow(parts, data.max_tokens)
+    groups = []
+    for source, store, chosen in parts:
+        segments = _segments(data, source, store, chosen, seed, log)
+        groups.append(RowGroup(source.path, source.weight, store, segments, data.max_tokens, padded=data.packing))
+    rows = PackedRows(tuple(groups), data.max_tokens, data.packing, pad_id)
+    if len(rows) == 0:
+        raise UserError(
+            f"no samples are left for {name} with overflow: {data.overflow} and rows of {data.max_tokens} tokens",
+            where="data.overflow",
+            remedy="raise data.max_tokens, or use overflow: split",
+        )
+    stats = rows.stats
+    filled = f" of {data.max_tokens} tokens, {stats.efficiency:.1%} filled" if data.packing else ", one sample each"
+    log(
+        f"{name}: {stats.samples:,} samples in {stats.rows:,} rows{filled}; {stats.tokens:,} tokens, "
+        f"{stats.targets:,} trained; longest {stats.longest:,}"
+    )
+    return rows
+
+
+def _segments(
+    data: DataLike, source: SourceLike, store: TokenStore, chosen: np.ndarray, seed: int, log: Log
+) -> packing.Segments:
+    lengths = store.lengths[chosen]
+    if store.kind == "stream":
+        cut = packing.cut_stream if data.packing else packing.one_per_row_stream
+        return cut(chosen, lengths, data.max_tokens)
+
+    def targets_in(sample: int, offset: int, length: int) -> int:
+        assert store.trained is not None
+        begin = int(store.starts[sample]) + offset
+        return int(store.trained[begin + 1 : begin + length].sum())
+
+    pieces = packing.cut_samples(chosen, lengths, data.max_tokens, data.overflow, targets_in)
+    if pieces.too_long:
+        lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
+        log(f"{source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}")
+    return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
+
+
+def _refuse_overflow(parts: list[_Part], max_tokens: int) -> None:
+    """Raise if samples do not fit a row: all sources in one error."""
+    lines, longest = [], (0, "")
+    for source, store, chosen in parts:
+        lengths = store.lengths[chosen]
+        if store.kind == "stream" or not (long := int((lengths > max_tokens).sum())):
+            continue
+        at = int(np.argmax(lengths))
+        longest = max(longest, (int(lengths[at]), store.place(int(chosen[at]))))
+        lines.append(f"{source.path}: {long:,} of {len(lengths):,} samples are longer than {max_tokens} tokens")
+    if lines:
+        raise UserError(
+            "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",
+            where="data.max_tokens",
+            remedy=f"raise data.max_tokens to {longest[0]}, or set data.overflow to drop, truncate or split",
+        )

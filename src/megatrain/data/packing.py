@@ -1,0 +1,193 @@
+"""Which tokens of a store make which row. Pure functions of arrays; no token is read.
+
+A row is a sequence of segments, each a run of tokens of one sample: a document of its own, with positions from 0.
+
+Streams (plain text) fill rows to the last token: a document that does not fit goes on in the next row, as a new document.
+Samples (chats) stay whole: best-fit decreasing, within windows of samples in a seeded order. Samples are taken in
+windows so that rows are mixed and the work is bounded; each window gives at least `_WINDOW_ROWS` rows, so that its last,
+part-filled row hardly counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+_WINDOW_SAMPLES = 4096
+_WINDOW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows as runs of tokens.
+
+    Attributes:
+        rows: (R + 1,) int64: the segments of row r are `rows[r]:rows[r + 1]`.
+        samples: (S,) int64: the sample of each segment.
+        offsets: (S,) int64: its first token, counted from the sample's.
+        lengths: (S,) int64: its tokens.
+    """
+
+    rows: np.ndarray
+    samples: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Samples cut to the length of a row: (P,) int64 arrays, and what that did.
+
+    Attributes:
+        too_long: Samples longer than a row.
+        lost: Pieces left out: dropped by the policy, or left without a target.
+    """
+
+    samples: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+    too_long: int
+    lost: int
+
+
+def cut_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Segments:
+    """Rows of exactly `max_tokens`, the last one excepted.
+
+    Args:
+        chosen: (C,) the samples, in order.
+        lengths: (C,) their tokens, all > 0.
+        max_tokens: Tokens of a row.
+    """
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    if total % max_tokens == 1 and total > 1:
+        total -= 1  # a row of one token has no target
+    begins = np.unique(np.concatenate([[0], ends[ends < total], np.arange(0, total, max_tokens)])).astype(np.int64)
+    begins = begins[begins < total]
+    which = np.searchsorted(ends, begins, side="right")
+    return Segments(
+        rows=np.append(np.searchsorted(begins, np.arange(0, total, max_tokens)), len(begins)).astype(np.int64),
+        samples=chosen[which],
+        offsets=begins - (ends[which] - lengths[which]),
+        lengths=np.diff(np.append(begins, total)),
+    )
+
+
+def cut_samples(
+    chosen: np.ndarray,
+    lengths: np.ndarray,
+    max_tokens: int,
+    overflow: str,
+    targets_in: Callable[[int, int, int], int],
+) -> Pieces:
+    """Samples, those longer than a row treated by the policy.
+
+    Args:
+        chosen: (C,) the samples.
+        lengths: (C,) their tokens.
+        overflow: drop | truncate | split (the caller has refused samples that are too long under `error`).
+        targets_in: (sample, offset, length) -> targets in that run of its tokens.
+    """
+    long = lengths > max_tokens
+    samples, offsets, sizes = [chosen[~long]], [np.zeros((~long).sum(), np.int64)], [lengths[~long]]
+    lost = 0
+    for sample, length in zip(chosen[long].tolist(), lengths[long].tolist(), strict=True):
+        pieces = {"drop": [], "truncate": [0], "split": list(range(0, length, max_tokens))}[overflow]
+        kept = [
+            (at, min(max_tokens, length - at))
+            for at in pieces
+            if targets_in(sample, at, min(max_tokens, length - at)) > 0
+        ]
+        lost += max(len(pieces), 1) - len(kept)
+        samples.append(np.full(len(kept), sample, np.int64))
+        offsets.append(np.array([at for at, _ in kept], np.int64))
+        sizes.append(np.array([size for _, size in kept], np.int64))
+    return Pieces(
+        np.concatenate(samples), np.concatenate(offsets), np.concatenate(sizes), too_long=int(long.sum()), lost=lost
+    )
+
+
+def pack(pieces: Pieces, max_tokens: int, seed: int) -> Segments:
+    """Pieces into rows, each whole, several to a row. The same seed gives the same rows."""
+    count = len(pieces.lengths)
+    order = permutation(count, seed)
+    window = _WINDOW_SAMPLES
+    if count:
+        window = max(window, int(_WINDOW_ROWS * max_tokens / max(pieces.lengths.mean(), 1)))
+    rows: list[list[int]] = []
+    for begin in range(0, count, window):
+        part = order[begin : begin + window]
+        rows += [part[row].tolist() for row in best_fit(pieces.lengths[part], max_tokens)]
+    return _of_rows(pieces, rows)
+
+
+def one_per_row(pieces: Pieces) -> Segments:
+    """Every piece in a row of its own."""
+    return _of_rows(pieces, [[i] for i in range(len(pieces.lengths))])
+
+
+def one_per_row_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Segments:
+    """Every document begins a row; one longer than a row goes on in the next. Pieces of one token have no target."""
+    counts = -(-lengths // max_tokens)
+    samples = np.repeat(chosen, counts)
+    offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
+    sizes = np.minimum(np.repeat(lengths, counts) - offsets, max_tokens)
+    kept = sizes > 1
+    return Segments(np.arange(kept.sum() + 1, dtype=np.int64), samples[kept], offsets[kept], sizes[kept])
+
+
+def best_fit(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Best-fit decreasing: the longest piece first, each into the fullest row that has room for it.
+
+    Args:
+        lengths: (P,) all in 1..max_tokens.
+
+    Returns:
+        For each row the indices of its pieces.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows are not in it
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        at = bisect_left(room, (length, -1))
+        if at < len(room):
+            left, row = room.pop(at)
+        else:
+            left, row = max_tokens, len(rows)
+            rows.append([])
+        rows[row].append(piece)
+        if left > length:
+            insort(room, (left - length, row))
+    return [np.array(row, dtype=np.int64) for row in rows]
+
+
+def permutation(count: int, *seed: int) -> np.ndarray:
+    """(count,) int64 in an order that depends on the seed alone.
+
+    numpy promises the raw stream of a bit generator for ever, but not what `Generator.permutation` makes of it; a run
+    that is resumed with another numpy must meet the same order.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+def in_fraction(hashes: np.ndarray, fraction: float) -> np.ndarray:
+    """(S,) bool: the samples that a stable fraction holds. It depends on each sample's content alone."""
+    return hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+
+def _of_rows(pieces: Pieces, rows: list[list[int]]) -> Segments:
+    sizes = np.array([len(row) for row in rows], dtype=np.int64)
+    order = np.array([piece for row in rows for piece in row], dtype=np.int64)
+    return Segments(
+        rows=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        samples=pieces.samples[order],
+        offsets=pieces.offsets[order],
+        lengths=pieces.lengths[order],
+    )

@@ -1,0 +1,96 @@
+"""Samples that cannot be used are counted by reason, with their places; too many of them stop the run."""
+
+from __future__ import annotations
+
+from megatrain.errors import UserError
+
+EXAMPLES = 3
+"""Places kept for each reason."""
+MAX_REASONS = 40
+"""A template may put a sample's own words into its complaint; reasons beyond these are counted together."""
+EARLY_CHECK = 200
+"""After this many samples a source of which most are rejected is given up at once, not after hours."""
+
+
+class SampleRejected(Exception):
+    """This one sample cannot be used. Caught by the builder, which counts it.
+
+    Args:
+        reason: The same words for every sample with this fault.
+        detail: What is particular about this one.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class Rejects:
+    """The count of one source.
+
+    Attributes:
+        seen: All samples read, the rejected ones included.
+        counts: Rejected samples by reason.
+        examples: The first places of each reason.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, list[str]] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def share(self) -> float:
+        return self.total / max(self.seen, 1)
+
+    def add(self, problem: SampleRejected, place: str) -> None:
+        reason = problem.reason
+        if reason not in self.counts and len(self.counts) >= MAX_REASONS:
+            reason = "other reasons"
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(f"{place} ({problem.detail})" if problem.detail else place)
+
+    def report(self) -> list[str]:
+        """One line for each reason, the most frequent first."""
+        lines = []
+        for reason, count in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])):
+            more = ", ..." if count > len(self.examples[reason]) else ""
+            lines.append(f"{count} x {reason}: {', '.join(self.examples[reason])}{more}")
+        return lines
+
+    def check(self, allowed: float, where: str) -> None:
+        """Raise if a larger share than `allowed` was rejected.
+
+        Raises:
+            UserError: With all reasons and their places.
+        """
+        if self.total == 0 or self.share <= allowed:
+            return
+        # Rounded up, so that the value named is enough.
+        enough = min(1.0, -(-self.total * 1000 // self.seen) / 1000)
+        raise UserError(
+            f"{self.total} of {self.seen} samples cannot be used ({self.share:.1%}; {allowed:.1%} may be):\n    "
+            + "\n    ".join(self.report()),
+            where=where,
+            remedy=f"repair them, or set data.allow_rejects to {enough:g} to train without them",
+        )
+
+    def check_early(self, allowed: float, where: str) -> None:
+        """The same for a source that is plainly wrong, long before its end."""
+        if self.seen == EARLY_CHECK and self.share > max(allowed, 0.5):
+            self.check(allowed, where)
+
+    def to_json(self) -> dict[str, object]:
+        return {"seen": self.seen, "counts": self.counts, "examples": self.examples}
+
+    @classmethod
+    def from_json(cls, value: dict) -> Rejects:
+        rejects = cls()
+        rejects.seen, rejects.counts, rejects.examples = value["seen"], value["counts"], value["examples"]
+        return rejects

@@ -1,0 +1,416 @@
+"""Files of samples: finding them, and reading them record by record with the place of each.
+
+A record is a dict of columns, whatever the file: a line of JSON, an element of a JSON array, a row of a table, or
+`{"text": ...}` for plain text. Reading is streamed, except for `.json`, which is one value and is read whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import glob
+import gzip
+import io
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megatrain.data.rejects import SampleRejected
+from megatrain.errors import UserError
+
+RECORD_SUFFIXES = {
+    ".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl",
+    ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
+TEXT_SUFFIX = ".txt"
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+READABLE = "json, jsonl, parquet, arrow, csv, tsv, txt (json, jsonl, csv, tsv and txt also as .gz or .zst)"
+
+PIECE_CHARS = 16_384
+"""Long texts are tokenised in pieces of about this size: tokenizers slow down on longer ones, and work on pieces in
+parallel."""
+_BLOCK_CHARS = 1 << 20
+_TABLE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a file.
+
+    Attributes:
+        line: Its line or row, from 1.
+        value: Its columns, or why there are none.
+        more: The text goes on in the next record (a long `.txt` comes in pieces).
+    """
+
+    line: int
+    value: dict[str, Any] | SampleRejected
+    more: bool = False
+
+
+def find_files(path: str, where: str) -> list[Path]:
+    """The files of a source, in a fixed order.
+
+    Args:
+        path: A file, a folder (all files of known types below it, hidden ones left out) or a glob.
+        where: The config's name of the path, for errors.
+
+    Raises:
+        UserError: Nothing is there, or nothing that can be read.
+    """
+    expanded = Path(path).expanduser()
+    if expanded.is_file():
+        return [expanded]
+    if expanded.is_dir():
+        below = [f for f in sorted(expanded.rglob("*")) if f.is_file() and not _hidden(f.relative_to(expanded))]
+        files = [file for file in below if _file_type(file)[0] is not None]
+        if not files:
+            suffixes = sorted({file.suffix or file.name for file in below})
+            found = f"it holds only {', '.join(suffixes[:8])}" if suffixes else "it is empty"
+            raise UserError(
+                f"no data files in the folder {path}: {found}",
+                where=where,
+                remedy=f"megatrain reads {READABLE}; a glob such as {path.rstrip('/')}/**/*.py reads any file as text",
+            )
+        return files
+    if glob.has_magic(path):
+        names = glob.glob(str(expanded), recursive=True)  # noqa: PTH207  (Path.glob takes no absolute patterns)
+        files = sorted(Path(name) for name in names if Path(name).is_file())
+        if not files:
+            raise UserError(f"the glob {path} matches no file", where=where, remedy=_near(expanded.parent))
+        return files
+    raise UserError(f"{path} does not exist", where=where, remedy=_near(expanded))
+
+
+def unit_of(file: Path) -> str:
+    """What `Record.line` counts in this file: `line`, or `row` where a line number would mislead."""
+    return "row" if _file_type(file)[0] in ("json", "parquet", "arrow") else "line"
+
+
+def is_text(file: Path) -> bool:
+    """Whether the file is plain text, without columns."""
+    return _file_type(file)[0] in ("txt", None)
+
+
+def read_records(file: Path, lines: bool = False) -> Generator[Record]:
+    """Read one file.
+
+    Args:
+        file: Its suffix says how it is read; an unknown suffix means plain text.
+        lines: Plain text only: every line that is not blank is a document; otherwise the file is one.
+
+    Raises:
+        UserError: The file as a whole cannot be read.
+    """
+    kind, _ = _file_type(file)
+    with _errors_of(file):
+        if kind == "json":
+            yield from _read_json(file)
+        elif kind == "jsonl":
+            yield from _read_jsonl(file)
+        elif kind == "parquet":
+            yield from _read_parquet(file)
+        elif kind == "arrow":
+            yield from _read_arrow(file)
+        elif kind == "csv":
+            yield from _read_csv(file)
+        elif lines:
+            yield from _read_lines(file)
+        else:
+            yield from _read_text(file)
+
+
+def cut_point(text: str, begin: int, limit: int) -> int:
+    """Where to end a piece of a long text that begins at `begin`, at most `limit` characters on.
+
+    Cuts before a single space that a letter follows, else before a line end between two letters or digits: places where
+    the usual tokenizers begin a new word, so that the pieces' tokens are the whole text's. A text without such a place
+    is cut at the limit.
+
+    Returns:
+        An index in `(begin, begin + limit]`; `begin + limit` must lie inside the text.
+    """
+    for mark, fits in ((" ", _space_before_word), ("\n", _line_end_between_words)):
+        at = begin + limit
+        while (at := text.rfind(mark, begin + limit // 2, at)) > begin:
+            if fits(text[at - 1], text[at + 1]):
+                return at
+    return begin + limit
+
+
+def _space_before_word(before: str, after: str) -> bool:
+    return after.isalpha() and not before.isspace()
+
+
+def _line_end_between_words(before: str, after: str) -> bool:
+    return before.isalnum() and after.isalnum()
+
+
+def split_text(text: str) -> list[str]:
+    """A text as pieces of about `PIECE_CHARS`; joined they are the text."""
+    pieces, begin = [], 0
+    while len(text) - begin > PIECE_CHARS:
+        end = cut_point(text, begin, PIECE_CHARS)
+        pieces.append(text[begin:end])
+        begin = end
+    pieces.append(text[begin:])
+    return pieces
+
+
+# ---- finding
+
+
+def _file_type(file: Path) -> tuple[str | None, str | None]:
+    """(kind, compression) by suffix; kind None: unknown."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES else None
+    suffix = suffixes[-1] if suffixes else ""
+    return ("txt" if suffix == TEXT_SUFFIX else RECORD_SUFFIXES.get(suffix)), compression
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _near(path: Path) -> str:
+    """What the user may have meant instead of a path that is not there."""
+    parent, name = path.parent, path.name
+    while not parent.is_dir() and parent != parent.parent:
+        parent, name = parent.parent, parent.name
+    try:
+        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    except PermissionError:
+        return f"check the path; {parent} cannot be listed"
+    # A wrong suffix or a shared stem is closer to what was meant than the ratio of letters says.
+    close = [other for other in names if name and Path(other).stem == Path(name).stem]
+    close += [other for other in difflib.get_close_matches(name, names, n=3) if other not in close]
+    if close:
+        return "did you mean " + " or ".join(str(parent / other) for other in close[:3]) + "?"
+    listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"check the path; {parent} holds {listing or 'nothing'}"
+
+
+# ---- opening
+
+
+@contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    """Turn what a broken file raises into one error that names it."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"cannot be decompressed: {error}", str(file), "the file is cut short or damaged") from error
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", str(file)) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"is not UTF-8 text: {error.reason} (byte 0x{error.object[error.start]:02x})",
+            where=str(file),
+            remedy="convert it, for example with iconv -f LATIN1 -t UTF-8",
+        ) from error
+
+
+@contextmanager
+def _errors_of_table(file: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"cannot be read as a table: {error}", str(file), "the file is damaged, or of another type"
+        ) from error
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses all frames of a file. The library's own reader takes a file that is cut short for a complete one."""
+
+    def __init__(self, file: Path):
+        import zstandard
+
+        self._source = file.open("rb")
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._broken = zstandard.ZstdError
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            compressed = rest or self._source.read(1 << 17)
+            if not compressed:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the compressed data ends too early")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._new_frame()
+            try:
+                self._ready = memoryview(self._frame.decompress(compressed))
+            except self._broken as error:
+                raise zlib.error(str(error)) from error
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def _open_binary(file: Path) -> IO[bytes]:
+    _, compression = _file_type(file)
+    if compression == ".gz":
+        return io.BufferedReader(gzip.open(file, "rb"))  # pyright: ignore[reportArgumentType]  (it is a raw stream)
+    if compression == ".zst":
+        return io.BufferedReader(_ZstdReader(file), buffer_size=1 << 17)
+    return file.open("rb")
+
+
+def _open_text(file: Path, newline: str | None = None) -> IO[str]:
+    return io.TextIOWrapper(_open_binary(file), encoding="utf-8-sig", newline=newline)
+
+
+# ---- reading
+
+
+def _read_json(file: Path) -> Iterator[Record]:
+    import orjson
+
+    with _open_binary(file) as stream:
+        content = stream.read().removeprefix(b"\xef\xbb\xbf")
+    try:
+        value = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        if _is_json(content.lstrip().split(b"\n", 1)[0]):
+            # JSON lines under the name .json are common enough to read them as what they are.
+            yield from _json_lines(iter(content.split(b"\n")))
+            return
+        if not content.strip():
+            return
+        raise UserError(f"is not valid JSON: {error.msg}", f"{file}:{error.lineno}", "repair the file") from error
+    if isinstance(value, dict):
+        tables = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        # {"data": [...]} wraps the records; {"messages": [...]} is one.
+        value = tables[0] if len(value) == 1 and tables and next(iter(value)) not in _SAMPLE_KEYS else [value]
+    if not isinstance(value, list):
+        raise UserError(f"holds a {type(value).__name__}, not a list of samples", str(file), "write a list of objects")
+    for row, item in enumerate(value, 1):
+        yield Record(row, _as_columns(item))
+
+
+_SAMPLE_KEYS = ("messages", "conversations", "conversation")
+
+
+def _is_json(line: bytes) -> bool:
+    import orjson
+
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _read_jsonl(file: Path) -> Iterator[Record]:
+    with _open_binary(file) as stream:
+        yield from _json_lines(iter(stream))
+
+
+def _json_lines(lines: Iterator[bytes]) -> Iterator[Record]:
+    import orjson
+
+    for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        try:
+            value = _as_columns(orjson.loads(line))
+        except orjson.JSONDecodeError as error:
+            value = SampleRejected("not valid JSON", error.msg)
+        yield Record(number, value)
+
+
+def _as_columns(value: object) -> dict[str, Any] | SampleRejected:
+    return value if isinstance(value, dict) else SampleRejected("not an object with columns", type(value).__name__)
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    import pyarrow.parquet
+
+    row = 0
+    with _errors_of_table(file), pyarrow.parquet.ParquetFile(file) as table:
+        for batch in table.iter_batches(batch_size=_TABLE_ROWS):
+            for value in batch.to_pylist():
+                row += 1
+                yield Record(row, value)
+
+
+def _read_arrow(file: Path) -> Iterator[Record]:
+    import pyarrow
+
+    row = 0
+    with _errors_of_table(file), pyarrow.memory_map(str(file)) as mapped:
+        try:
+            reader = pyarrow.ipc.open_stream(mapped)
+            batches = iter(reader)
+        except pyarrow.ArrowInvalid:
+            # The other of Arrow's two layouts.
+            mapped.seek(0)
+            table = pyarrow.ipc.open_file(mapped)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches))
+        for batch in batches:
+            for start in range(0, batch.num_rows, _TABLE_ROWS):
+                for value in batch.slice(start, _TABLE_ROWS).to_pylist():
+                    row += 1
+                    yield Record(row, value)
+
+
+def _read_csv(file: Path) -> Iterator[Record]:
+    csv.field_size_limit(1 << 30)
+    delimiter = "\t" if ".tsv" in file.suffixes else ","
+    with _open_text(file, newline="") as stream:
+        reader = csv.reader(stream, delimiter=delimiter)
+        header = next(reader, None)
+        if header is None:
+            return
+        line = reader.line_num + 1
+        try:
+            for fields in reader:
+                if len(fields) == len(header):
+                    yield Record(line, dict(zip(header, fields, strict=True)))
+                elif fields:
+                    problem = SampleRejected("a row with another number of fields than the header", f"{len(fields)}")
+                    yield Record(line, problem)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UserError(f"is not valid CSV: {error}", f"{file}:{line}", "repair the file") from error
+
+
+def _read_lines(file: Path) -> Iterator[Record]:
+    with _open_text(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if text := line.rstrip("\n"):
+                yield Record(number, {"text": text})
+
+
+def _read_text(file: Path) -> Iterator[Record]:
+    with _open_text(file) as stream:
+        buffer = stream.read(_BLOCK_CHARS)
+        if "\x00" in buffer:
+            raise UserError("is not text: it holds zero bytes", str(file), f"megatrain reads {READABLE}")
+        while block := stream.read(_BLOCK_CHARS):
+            *pieces, rest = split_text(buffer)
+            for piece in pieces:
+                yield Record(1, {"text": piece}, more=True)
+            buffer = rest + block
+        *pieces, rest = split_text(buffer)
+        for piece in pieces:
+            yield Record(1, {"text": piece}, more=True)
+        yield Record(1, {"text": rest})

@@ -1,0 +1,180 @@
+"""Token stores: one source's samples as flat arrays in a folder, memory-mapped.
+
+tokens.bin   uint32 (N,)   ids of all samples, one after another
+trained.bin  uint8  (N,)   1 where a token is a target; only in stores of samples, a stream is trained whole
+ends.bin     int64  (S,)   where each sample ends in tokens.bin
+targets.bin  int64  (S,)   tokens of each sample that can be targets: the trained ones without its first
+hashes.bin   uint64 (S,)   hash of each sample's content, for splits that do not depend on the order or the other samples
+files.bin    int32  (S,)   number of the file that it came from
+lines.bin    int64  (S,)   its line or row there
+meta.json                  all that is small; written last
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from megatrain.errors import UserError
+
+VERSION = 1
+"""Part of every cache key: raise it when the same data would be stored differently."""
+META = "meta.json"
+_COLUMNS: dict[str, type[np.generic]] = {
+    "tokens": np.uint32,
+    "trained": np.uint8,
+    "ends": np.int64,
+    "targets": np.int64,
+    "hashes": np.uint64,
+    "files": np.int32,
+    "lines": np.int64,
+}
+
+Kind = Literal["stream", "samples"]
+
+
+class StoreWriter:
+    """Writes a store sample by sample; holds nothing but file buffers.
+
+    Args:
+        folder: An existing, empty folder.
+        kind: `stream`: rows may be cut anywhere. `samples`: a sample is one whole.
+    """
+
+    def __init__(self, folder: Path, kind: Kind):
+        self._folder, self._kind = folder, kind
+        names = [name for name in _COLUMNS if not (name == "trained" and kind == "stream")]
+        self._files: dict[str, BinaryIO] = {name: (folder / f"{name}.bin").open("wb", 1 << 20) for name in names}
+        self._open_tokens = 0
+        self.samples = self.tokens = self.targets = 0
+        self._largest_id, self._largest_id_sample = -1, 0
+
+    @property
+    def at_document_start(self) -> bool:
+        return self._open_tokens == 0
+
+    def extend(self, ids: np.ndarray) -> None:
+        """Add tokens to the stream document that is being written."""
+        self._put("tokens", ids)
+        self._open_tokens += len(ids)
+        largest = int(ids.max(initial=0))
+        if largest > self._largest_id:
+            self._largest_id, self._largest_id_sample = largest, self.samples
+
+    def end_document(self, file: int, line: int, content_hash: int) -> None:
+        """End that document; one without tokens is none."""
+        if self._open_tokens:
+            self._end(max(self._open_tokens - 1, 0), file, line, content_hash)
+
+    def add(self, ids: np.ndarray, trained: np.ndarray, file: int, line: int, content_hash: int) -> None:
+        """Add a whole sample: ids and mask of one length."""
+        self.extend(ids)
+        self._put("trained", trained)
+        self._end(int(trained[1:].sum()), file, line, content_hash)
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        """Write what is left, and `meta` with the sizes of all files."""
+        import orjson
+
+        for stream in self._files.values():
+            stream.close()
+        sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in self._files}
+        own = {"kind": self._kind, "samples": self.samples, "tokens": self.tokens, "sizes": sizes}
+        own |= {"largest_id": self._largest_id, "largest_id_sample": self._largest_id_sample}
+        (self._folder / META).write_bytes(orjson.dumps({**meta, **own}, option=orjson.OPT_INDENT_2))
+
+    def abandon(self) -> None:
+        for stream in self._files.values():
+            stream.close()
+
+    def _put(self, column: str, values: np.ndarray) -> None:
+        self._files[column].write(np.ascontiguousarray(values, dtype=_COLUMNS[column]).data)
+
+    def _end(self, targets: int, file: int, line: int, content_hash: int) -> None:
+        self.tokens += self._open_tokens
+        self.targets += targets
+        self.samples += 1
+        self._open_tokens = 0
+        row = {"ends": self.tokens, "targets": targets, "hashes": content_hash, "files": file, "lines": line}
+        for column, value in row.items():
+            self._put(column, np.array([value], dtype=_COLUMNS[column]))
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A finished store, read through memory maps."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore | None:
+        """The store in `folder`; None if it is not whole, as after a crash of the machine."""
+        import orjson
+
+        try:
+            meta = orjson.loads((folder / META).read_bytes())
+            whole = all((folder / f"{name}.bin").stat().st_size == size for name, size in meta["sizes"].items())
+        except (OSError, orjson.JSONDecodeError):
+            return None
+        return cls(folder, meta) if whole else None
+
+    def __len__(self) -> int:
+        return self.meta["samples"]
+
+    @property
+    def kind(self) -> Kind:
+        return self.meta["kind"]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return self._map("tokens")
+
+    @cached_property
+    def trained(self) -> np.ndarray | None:
+        """None: every token is trained."""
+        return self._map("trained") if self.kind == "samples" else None
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(S,) int64: where each sample begins in `tokens`."""
+        return np.concatenate([[0], self._map("ends")[:-1]])
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(S,) int64: tokens of each sample."""
+        return self._map("ends") - self.starts
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        return self._map("targets")
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        return self._map("hashes")
+
+    def place(self, sample: int) -> str:
+        """Where a sample came from: `file:line` or `file row N`."""
+        file = self.meta["files"][int(self._map("files")[sample])]
+        line = int(self._map("lines")[sample])
+        return f"{file['path']}:{line}" if file["unit"] == "line" else f"{file['path']} row {line}"
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise if an id lies outside the model's vocabulary.
+
+        Raises:
+            UserError: Naming the largest id and its sample.
+        """
+        if self.meta["largest_id"] >= vocab_size:
+            raise UserError(
+                f"token id {self.meta['largest_id']} is outside the model's vocabulary of {vocab_size}",
+                where=self.place(self.meta["largest_id_sample"]),
+                remedy="use the tokenizer that belongs to the model (tokens added to it need a larger embedding)",
+            )
+
+    def _map(self, column: str) -> np.ndarray:
+        return np.memmap(self.folder / f"{column}.bin", dtype=_COLUMNS[column], mode="r")

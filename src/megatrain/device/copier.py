@@ -1,0 +1,80 @@
+"""How a host plane reaches a device slot: directly from pinned memory, or through pinned staging buffers.
+
+Both queue the copy behind `after` and mark its end with `done`, on the h2d stream, and return at once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Protocol
+
+import torch
+
+from megatrain.device.streams import Event, Streams
+from megatrain.host.arena import Arena
+
+
+class Copier(Protocol):
+    """Queues host-to-device copies."""
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event
+    ) -> concurrent.futures.Future[None] | None:
+        """Queue target.copy_(source). A future, if any, must be waited for before `done` is waited for."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DirectCopier:
+    """One DMA straight from the plane (pinned host memory; on the CPU device an ordinary copy)."""
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event) -> None:
+        with self._streams.copying_in(after, done):
+            target.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        pass
+
+
+class StagedCopier:
+    """Planes in ordinary memory, two pinned staging buffers of the largest unit's size.
+
+    A thread packs one buffer while the DMA of the other is in flight. A buffer is packed again only when its own DMA has
+    ended (`sent`).
+    """
+
+    def __init__(self, streams: Streams, nbytes: int):
+        self._streams = streams
+        self._arenas = [Arena(max(nbytes, 1)) for _ in range(2)]
+        for arena in self._arenas:
+            arena.register([0, arena.nbytes])
+        self._sent = [streams.event(), streams.event()]
+        self._turn = 0
+        self._packer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="pack")
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.pinned_bytes for arena in self._arenas)
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event
+    ) -> concurrent.futures.Future[None]:
+        return self._packer.submit(self._pack_and_send, target, source, after, done)
+
+    def _pack_and_send(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event) -> None:
+        turn, self._turn = self._turn, 1 - self._turn
+        self._sent[turn].synchronize()
+        staging = self._arenas[turn].tensor(0, source.numel(), source.dtype)
+        staging.copy_(source)
+        with self._streams.copying_in(after, done):
+            target.copy_(staging, non_blocking=True)
+        self._sent[turn].record(self._streams.h2d)
+
+    def close(self) -> None:
+        self._packer.shutdown()
+        for arena in self._arenas:
+            arena.close()

@@ -1,0 +1,102 @@
+"""What a batch must look like, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatrain.errors import UserError
+from megatrain.loss import IGNORED, find_targets
+
+KEYS = ("input_ids", "labels", "position_ids", "document_ids", "attention_mask")
+
+
+def checked(batch: Mapping[str, torch.Tensor], vocabulary: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Validate a batch and bring it to the form the runner takes.
+
+    Document ids are turned into positions that restart, which is how HF's code tells documents apart. Positions that say
+    nothing (0..T-1 in every row) are dropped: without them HF uses its plain causal path.
+
+    Args:
+        batch: int64 CPU tensors of one shape (rows, T).
+        vocabulary: Number of token ids.
+
+    Returns:
+        (`input_ids`, `labels` and where needed `position_ids`, `attention_mask`; number of target tokens).
+    """
+    unknown = [name for name in batch if name not in KEYS]
+    missing = [name for name in ("input_ids", "labels") if batch.get(name) is None]
+    if unknown or missing:
+        raise UserError(f"unknown keys {unknown}, missing keys {missing}", "batch", f"a batch has {', '.join(KEYS)}")
+    tensors = {name: tensor for name, tensor in batch.items() if tensor is not None}
+    shape = tensors["input_ids"].shape
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int64 or tensor.shape != shape or tensor.ndim != 2 or tensor.device.type != "cpu":
+            raise UserError(
+                f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+                f"batch[{name!r}]",
+                f"give int64 CPU tensors of one shape (rows, T), like input_ids {tuple(shape)}",
+            )
+    if shape[0] == 0 or shape[1] < 2:
+        raise UserError(f"has shape {tuple(shape)}", "batch['input_ids']", "at least one row of two tokens is needed")
+    _check_ids("input_ids", tensors["input_ids"], vocabulary, ignored=False)
+    _check_ids("labels", tensors["labels"], vocabulary, ignored=True)
+    document_ids = tensors.pop("document_ids", None)
+    if document_ids is not None:
+        tensors["position_ids"] = _positions(document_ids, tensors.get("position_ids"))
+    positions = tensors.get("position_ids")
+    if positions is not None and torch.equal(positions, torch.arange(shape[1]).expand(shape)):
+        del tensors["position_ids"]
+    mask = tensors.get("attention_mask")
+    if mask is not None and bool(mask.all()):
+        del tensors["attention_mask"]
+    if "attention_mask" in tensors and "position_ids" in tensors and document_ids is not None:
+        raise UserError("document_ids and attention_mask together", "batch", "make the padding a document of its own")
+    return tensors, len(find_targets(tensors["labels"]))
+
+
+def _check_ids(name: str, ids: torch.Tensor, vocabulary: int, ignored: bool) -> None:
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if ignored:
+        wrong &= ids != IGNORED
+    if bool(wrong.any()):
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        raise UserError(
+            f"holds {int(ids[row, column])}, outside the vocabulary of {vocabulary}",
+            f"batch[{name!r}][{row}, {column}]",
+            "the data was made with another tokenizer than the model's",
+        )
+
+
+def _positions(document_ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Positions that restart at 0 with each document; given ones must do so already."""
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    index = torch.arange(document_ids.shape[1]).expand(document_ids.shape)
+    positions = index - torch.where(starts, index, 0).cummax(dim=1).values
+    if given is not None and not torch.equal(given, positions):
+        raise UserError(
+            "do not restart at 0 with each document of document_ids, counting by one",
+            "batch['position_ids']",
+            "leave position_ids out: they follow from document_ids",
+        )
+    return positions
+
+
+def available_host_bytes() -> int:
+    """Host memory this process may still take: the smaller of the system's and the control group's."""
+    available = psutil.virtual_memory().available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            bound = Path(limit).read_text().strip()
+            if bound != "max":
+                available = min(available, int(bound) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return available

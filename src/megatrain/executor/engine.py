@@ -1,0 +1,578 @@
+"""`HostEngine`: a Hugging Face model trained from host memory, one call per optimizer step.
+
+What is where: the store holds the planes (host), the ring and the edge slots hold weights in passing (device), the step runner
+drives HF's code, the gradient flow brings gradients home, the optimizer updates planes in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megatrain.checkpoint.reader import load_checkpoint
+from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.device.copier import Copier, DirectCopier, StagedCopier
+from megatrain.device.ring import Slot, WeightRing
+from megatrain.device.slabs import Slab, SlabPool
+from megatrain.device.streams import Streams
+from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
+from megatrain.executor import batches, randomness
+from megatrain.executor.gate import verify_family
+from megatrain.executor.gradients import GradientFlow, Route
+from megatrain.executor.optimizer import HostOptimizer
+from megatrain.executor.step import Batch, StepRunner, StepShape
+from megatrain.executor.weights import UpdateGate, WeightStream
+from megatrain.host.arena import PinRefused
+from megatrain.host.store import HostStore
+from megatrain.models.build import build_from_memory, build_meta_model, find_model_folder, fp32_parameter_names
+from megatrain.models.build import load_model_config
+from megatrain.models.init import initialize
+from megatrain.models.memory import copy_from_memory
+from megatrain.models.shell import Shell
+from megatrain.models.structure import persistent_buffers, take_apart
+from megatrain.models.weights import load_weights
+from megatrain.optim.adamw import AdamW, StepCoefficients, unmatched_groups
+from megatrain.optim.scaler import LossScale
+from megatrain.optim.updater import CpuUpdater
+
+logger = logging.getLogger(__name__)
+
+ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEFAULT_CHUNK_TOKENS = 16384
+LOGITS_BYTES = 4 << 30
+"""Budget for the logits of one token chunk: bf16 and fp32 logits and their gradients, about 12 bytes per entry."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did.
+
+    Attributes:
+        loss: Mean cross entropy over the step's target tokens, None where there were none.
+        grad_norm: Global norm of the gradients before clipping, None without target tokens.
+        tokens: Target tokens.
+        skipped: Why no weight was changed, None when the update was launched.
+        seconds: `step` in all, and in it `forward`, `head`, `backward` (device time), `update_wait` (for AdamW),
+            `slab_wait` (for a free gradient slab).
+        loss_scale: Of this step (fp16), else 1.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    tokens: int
+    skipped: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Cross entropies of a batch.
+
+    Attributes:
+        loss_sum: Sum over the target tokens.
+        tokens: Target tokens.
+    """
+
+    loss_sum: float
+    tokens: int
+
+
+class HostEngine:
+    """Trains a Hugging Face causal language model whose state lives in host memory.
+
+    Args:
+        model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, which is copied.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`.
+        optim: AdamW's hyper-parameters.
+        compute_dtype: What layers compute in; `auto` is bf16 on a GPU and fp32 on a CPU. fp16 scales the loss dynamically.
+        grad_transport: Type in which gradients travel to the host; `auto` is fp32 with fp32 compute, else bf16.
+        pin: `all` pins hi and gradient planes, `staged` copies through small pinned buffers, `auto` tries the first and
+            falls back to the second with a warning.
+        weight_slots: Device buffers that layers stream through (>= 2). As many as layers: they stay for the whole step.
+        gradient_slabs: Pinned gradient buffers, where gradients do not go straight into a gradient plane.
+        gradient_plane: False lets AdamW eat gradients as they arrive: 2 bytes a parameter less, but no clipping, no
+            accumulation windows, and a step that is not finite stops the run instead of being skipped.
+        segment: K keeps the input of every K-th layer only and computes layers a third time. None keeps every input.
+        chunk_rows: Rows that a layer computes together; by default as many as hold 16,384 tokens.
+        windows: Accumulation windows of a step.
+        head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
+        threads: AdamW threads; by default the cores this process may use.
+        init: `random` initialises from the config alone, by HF's own rules, seeded.
+        seed: Of initialisation, dropout and router jitter.
+        trust_remote_code: Whether code in the model folder may run.
+        attn_implementation: HF's name of an attention implementation; by default sdpa where the family has it.
+        verify: `auto` verifies families outside the tested list on a tiny copy before the start, `always`, `never`.
+        disturb, poison: For tests: delay streams at random, fill buffers with NaN after their use.
+
+    Raises:
+        UserError: The model or a setting is not usable, or the family is not computed exactly.
+        PlanRefused: The planes do not fit this machine's memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        device: str | torch.device = "auto",
+        optim: AdamW | None = None,
+        compute_dtype: ComputeDtype = "auto",
+        grad_transport: Literal["auto", "bf16", "fp32"] = "auto",
+        pin: Literal["auto", "all", "staged"] = "auto",
+        weight_slots: int = 2,
+        gradient_slabs: int = 12,
+        gradient_plane: bool = True,
+        segment: int | None = None,
+        chunk_rows: int | None = None,
+        windows: int = 1,
+        head_chunk_tokens: int | None = None,
+        threads: int | None = None,
+        init: Literal["random"] | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        verify: Literal["auto", "always", "never"] = "auto",
+        disturb: Callable[[str, Streams], None] | None = None,
+        poison: bool = False,
+    ):
+        self.optim = optim or AdamW()
+        self.device = _device(device)
+        self.seed = seed
+        self.step = 0
+        """Calls of `train_step`, skipped ones included."""
+        self.updates = 0
+        """Updates applied to the moments: AdamW's step."""
+        self._closed = False
+        self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
+        self._head_chunk_tokens = head_chunk_tokens
+        self._compute = _compute_dtype(compute_dtype, self.device)
+        self._loss_scale = LossScale() if self._compute == torch.float16 else None
+        self._check_settings(weight_slots, gradient_slabs, gradient_plane)
+        transport = _transport_dtype(grad_transport, self._compute)
+
+        self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
+        meta = self._build(model, init, trust_remote_code, attn_implementation)
+        self.config = meta.config
+        self.structure = take_apart(meta)
+        if verify == "always" or (verify == "auto" and not isinstance(model, nn.Module)):
+            verify_family(self.config, always=verify == "always", trust_remote_code=trust_remote_code)
+        for group in unmatched_groups((n for u in self.structure.units for _, n in u.full_names()), self.optim):
+            raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
+
+        split = self._compute == torch.bfloat16
+        grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
+        self._refuse_if_too_large(split, grad_dtype)
+        layouts = [(unit.name, unit.layout) for unit in self.structure.units]
+        self.store = HostStore(layouts, split=split, grad_dtype=grad_dtype)
+        self.buffers = dict(meta.named_buffers())
+        if isinstance(model, nn.Module):
+            copy_from_memory(model, self.structure, self.store)
+        elif init == "random":
+            initialize(self.structure, self.store, seed=seed, device=self.device)
+        else:
+            assert self.source_folder is not None
+            load_weights(self.source_folder, self.structure, self.store, persistent_buffers(meta))
+
+        self._streams = Streams(self.device, disturb)
+        pinned = self._pin(pin)
+        self._updater = CpuUpdater(threads or len(os.sched_getaffinity(0)))
+        self._optimizer = HostOptimizer(
+            self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
+        )
+        self._copier = self._make_copier(pinned)
+        self._weights = self._make_weight_stream(weight_slots)
+        self._route = self._choose_route(pinned, gradient_plane)
+        self._slabs: SlabPool | None = None
+        self._edge_slabs: dict[str, Slab] = {}
+        if self._route is not Route.DIRECT:
+            self._make_slabs(gradient_slabs, transport)
+        self._gradients = GradientFlow(
+            self._streams,
+            self.store,
+            self.structure.units,
+            self._route,
+            transport,
+            self._slabs,
+            self._edge_slabs,
+            self._optimizer,
+            poison,
+        )
+        device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
+        fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
+        shell = Shell(self.structure, device_buffers, lambda *call: self._runner.run_layer(*call), fp32_names)
+        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients)
+
+    # ---------------------------------------------------------------- training
+
+    def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
+        """One optimizer step on all rows of `batch`. Returns when loss and norm are known; AdamW goes on in the background.
+
+        Args:
+            batch: CPU int64 tensors `input_ids`, `labels` (rows, T), -100 = no target, unshifted; optionally `position_ids`,
+                `document_ids`, `attention_mask` (rows, T). Rows may be any number, at least one.
+            learning_rate: Of this step; by default the optimizer's.
+
+        Raises:
+            UserError: The batch is malformed. Nothing was changed.
+            NumericStop: Without a gradient plane, gradients were not finite and some units were already updated.
+        """
+        started = time.perf_counter()
+        batch, tokens = self._checked(batch)
+        if tokens == 0:
+            self.step += 1
+            return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        if self._route is Route.EATEN:
+            self._optimizer.coefficients = StepCoefficients.of(self.optim, self.updates + 1, learning_rate)
+        loss, norm = self._forward_backward(batch, tokens, scale)
+        self.step += 1
+        skipped = self._decide(loss, norm)
+        if skipped is None:
+            self._update(norm, scale, learning_rate)
+        return StepResult(loss, norm, tokens, skipped, self._seconds(started), scale)
+
+    def backward(self, batch: Batch) -> StepResult:
+        """Gradients of a step, without an update; read them with `named_gradients`."""
+        started = time.perf_counter()
+        if self._route is Route.EATEN:
+            raise UserError("this engine keeps no gradients", "gradient_plane=False", "leave gradient_plane at True")
+        batch, tokens = self._checked(batch)
+        if tokens == 0:
+            return StepResult(None, None, 0, "no target tokens")
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        loss, norm = self._forward_backward(batch, tokens, scale)
+        self._gradient_scale = scale
+        return StepResult(loss, norm, tokens, "gradients only", self._seconds(started), scale)
+
+    def eval_step(self, batch: Batch) -> EvalResult:
+        """Loss of a batch in evaluation mode. Changes nothing, also not what later training steps compute."""
+        batch, tokens = self._checked(batch)
+        if tokens == 0:
+            return EvalResult(0.0, 0)
+        with self._abandoned_on_error():
+            loss_sum = self._runner.loss(batch, self._shape(batch)).item()
+        return EvalResult(loss_sum, tokens)
+
+    def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
+        """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
+        self._reset_counters()
+        with self._abandoned_on_error(), randomness.seeded(self.device, self.seed, self.step):
+            loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
+            values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
+            if self._route is Route.ADDED:
+                self._gradients.settle()
+                values[1] = self._optimizer.squared_norm()
+            elif self._route is Route.EATEN:
+                self._gradients.settle()
+        return values[0] / tokens, math.sqrt(values[1]) / loss_scale if values[1] >= 0 else math.nan
+
+    def _decide(self, loss: float, norm: float) -> str | None:
+        """The finite guard: a reason to skip the update, or None. Skipping leaves every byte of the state as it was."""
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if self._loss_scale:
+            self._loss_scale = self._loss_scale.after(finite)
+        if finite:
+            return None
+        if self._route is Route.EATEN:
+            self.close()
+            raise NumericStop(
+                f"step {self.step}: loss {loss}, gradient norm {norm}; without a gradient plane some units were already updated\n"
+                "  -> resume from the last checkpoint; gradient_plane=True skips such steps instead"
+            )
+        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        return f"{what} is not finite"
+
+    def _update(self, norm: float, loss_scale: float, learning_rate: float | None) -> None:
+        """Launch AdamW for every unit and forget the weights on the device."""
+        self.updates += 1
+        if self._route is not Route.EATEN:
+            clip = self.optim.max_grad_norm
+            coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+            coefficients = StepCoefficients.of(self.optim, self.updates, learning_rate, coefficient / loss_scale)
+            self._optimizer.launch(coefficients, self._gradients.arrived)
+        self._weights.drop_all()
+
+    # ---------------------------------------------------------------- state
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, exact fp32 master on the CPU) of every parameter, tied ones once. Waits for updates."""
+        self._refuse_closed()
+        for unit in self.structure.units:
+            self._optimizer.wait(unit.name)
+            for local, name in unit.full_names():
+                yield name, self.store.units[unit.name].read_master(local)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, fp32 gradient on the CPU) of the latest step, before clipping, without the loss scale."""
+        self._refuse_closed()
+        self._streams.synchronize()
+        self._gradients.settle()
+        for unit in self.structure.units:
+            grad = self.store.units[unit.name].grad
+            assert grad is not None, "this engine keeps no gradients"
+            for local, name in unit.full_names():
+                yield name, unit.layout.view(grad, local).float() / self._gradient_scale
+
+    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
+
+        Args:
+            directory: A folder that does not exist yet.
+            extra: JSON data to keep with it, returned by `load`.
+        """
+        self._refuse_closed()
+        self._optimizer.wait_all()
+        state = {
+            "step": self.step,
+            "updates": self.updates,
+            "seed": self.seed,
+            "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
+            "extra": extra or {},
+        }
+        save_checkpoint(
+            Path(directory),
+            structure=self.structure,
+            store=self.store,
+            buffers=self.buffers,
+            state=state,
+            source_folder=self.source_folder,
+        )
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Restore weights, moments, step and scaler from a checkpoint. Returns the `extra` it was saved with."""
+        self._refuse_closed()
+        self._optimizer.wait_all()
+        self._streams.synchronize()
+        state = load_checkpoint(Path(directory), structure=self.structure, store=self.store, buffers=self.buffers)
+        self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
+        if self._loss_scale and state.get("loss_scale"):
+            self._loss_scale = LossScale.from_state_dict(state["loss_scale"])
+        self._weights.drop_all()
+        return state["extra"]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_slots`, `device_gradients`, `device_peak`."""
+        slabs = [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]
+        staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
+        peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else 0
+        return {
+            **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
+            "host_slabs": sum(slab.nbytes for slab in slabs),
+            "host_pinned": self.store.pinned_bytes + sum(slab.pinned_bytes for slab in slabs) + staged,
+            "device_slots": self._weights.nbytes,
+            "device_gradients": self._gradients.nbytes,
+            "device_peak": peak,
+        }
+
+    def close(self) -> None:
+        """Wait for background work, then give all memory back. A closed engine refuses every further call."""
+        if self._closed:
+            return
+        self._closed = True
+        self._streams.synchronize()
+        self._optimizer.close()
+        self._copier.close()
+        for slab in [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]:
+            slab.close()
+        self.store.close()
+
+    def __enter__(self) -> HostEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- construction
+
+    def _build(self, model: Any, init: str | None, trust_remote_code: bool, attention: str | None) -> Any:
+        if isinstance(model, nn.Module):
+            return build_from_memory(model, compute_dtype=self._compute)  # type: ignore[arg-type]
+        config = load_model_config(model, trust_remote_code)
+        for part in {id(c): c for c in (config, config.get_text_config())}.values():
+            if getattr(part, "output_router_logits", False):
+                raise UserError(
+                    "the router's auxiliary loss is not supported",
+                    f"{model}: output_router_logits",
+                    "set output_router_logits to false in config.json to train without it",
+                )
+        return build_meta_model(
+            config,
+            compute_dtype=self._compute,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def _check_settings(self, weight_slots: int, gradient_slabs: int, gradient_plane: bool) -> None:
+        problems = []
+        for name, value, least in (
+            ("weight_slots", weight_slots, 2),
+            ("gradient_slabs", gradient_slabs, 1),
+            ("segment", self._segment, 1),
+            ("windows", self._windows, 1),
+            ("chunk_rows", self._chunk_rows or 1, 1),
+            ("head_chunk_tokens", self._head_chunk_tokens or 1, 1),
+        ):
+            if value < least:
+                problems.append(f"{name} = {value} is below {least}")
+        if not gradient_plane and self.optim.max_grad_norm is not None:
+            problems.append("gradient_plane=False cannot clip: set max_grad_norm=None")
+        if not gradient_plane and self._windows > 1:
+            problems.append("gradient_plane=False cannot accumulate: set windows=1")
+        if not gradient_plane and self._loss_scale:
+            problems.append("gradient_plane=False cannot skip fp16 overflows: use bf16 or fp32")
+        if problems:
+            raise UserError("; ".join(problems), "HostEngine")
+
+    def _refuse_if_too_large(self, split: bool, grad_dtype: torch.dtype | None) -> None:
+        """Compare the planes with what the machine has left, before any of it is allocated."""
+        parameters = sum(unit.layout.numel for unit in self.structure.units)
+        ledger = {
+            "master (hi + lo)" if split else "master": 4 * parameters,
+            "moments (m + v)": 8 * parameters,
+            "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
+        }
+        available = batches.available_host_bytes()
+        if sum(ledger.values()) > available:
+            lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
+            raise PlanRefused(
+                f"{self.structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB of host memory, "
+                f"{available / 2**30:.2f} GiB are available:\n{lines}\n"
+                "  -> use a machine with more memory or a smaller model"
+            )
+
+    def _pin(self, pin: str) -> bool:
+        """Pin the planes that copies touch. Returns whether they are (on a CPU nothing needs to be)."""
+        if not self._streams.cuda:
+            return True
+        if pin == "staged":
+            return False
+        try:
+            self.store.pin()
+        except PinRefused as refusal:
+            if pin == "all":
+                raise UserError(
+                    str(refusal), "memory.pin: all", "use memory.pin: staged, or raise the limit"
+                ) from refusal
+            logger.warning("%s; asked for memory.pin: auto, going on with memory.pin: staged (slower copies)", refusal)
+            return False
+        return True
+
+    def _make_copier(self, pinned: bool) -> Copier:
+        if pinned:
+            return DirectCopier(self._streams)
+        return StagedCopier(self._streams, max(self.store.units[unit.name].hi.nbytes for unit in self.structure.units))
+
+    def _make_weight_stream(self, weight_slots: int) -> WeightStream:
+        structure = self.structure
+        plane = torch.bfloat16 if self.store.split else torch.float32
+
+        def slot(numel: int) -> Slot:
+            return Slot(self._streams, self._copier, numel, plane, self._compute)
+
+        widest = max(unit.layout.numel for unit in structure.layers)
+        ring = WeightRing([slot(widest) for _ in range(min(weight_slots, max(2, len(structure.layers))))])
+        edges = [(unit, slot(unit.layout.numel)) for unit in (structure.embedding, structure.head)]
+        gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
+        return WeightStream(self.store, structure.layers, ring, edges, gate)
+
+    def _choose_route(self, pinned: bool, gradient_plane: bool) -> Route:
+        if not gradient_plane:
+            return Route.EATEN
+        return Route.DIRECT if pinned and self._windows == 1 else Route.ADDED
+
+    def _make_slabs(self, count: int, transport: torch.dtype) -> None:
+        layers, edges = self.structure.layers, (self.structure.embedding, self.structure.head)
+        widest = max(unit.layout.numel for unit in layers)
+        self._slabs = SlabPool(self._streams, min(count, len(layers)), widest, transport)
+        self._edge_slabs = {unit.name: Slab(self._streams, unit.layout.numel, transport) for unit in edges}
+
+    # ---------------------------------------------------------------- small parts
+
+    _gradient_scale = 1.0
+
+    def _checked(self, batch: Batch) -> tuple[Batch, int]:
+        self._refuse_closed()
+        return batches.checked(batch, self.config.get_text_config().vocab_size)
+
+    def _shape(self, batch: Batch) -> StepShape:
+        rows, tokens = batch["input_ids"].shape
+        vocabulary = self.config.get_text_config().vocab_size
+        return StepShape(
+            windows=min(self._windows, rows),
+            chunk_rows=self._chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
+            head_tokens=self._head_chunk_tokens or max(64, LOGITS_BYTES // (12 * vocabulary)),
+            segment=self._segment,
+        )
+
+    def _reset_counters(self) -> None:
+        self._weights.update_wait_s = 0.0
+        self._weights.loaded_bytes = self._gradients.sent_bytes = 0
+        if self._slabs:
+            self._slabs.wait_s = 0.0
+
+    def _seconds(self, started: float) -> dict[str, float]:
+        seconds = {"update_wait": self._weights.update_wait_s, "slab_wait": self._slabs.wait_s if self._slabs else 0.0}
+        seconds |= self._runner.phase_seconds()
+        seconds["step"] = time.perf_counter() - started
+        return seconds
+
+    def _abandoned_on_error(self) -> _Abandon:
+        return _Abandon(self)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+
+
+class _Abandon:
+    """On any error inside, drop what the step has built, so that the engine can go on. Weights are as before the step."""
+
+    def __init__(self, engine: HostEngine):
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            return
+        if self._engine._route is Route.EATEN:
+            logger.error("a step failed after some units may have been updated; the engine is closed")
+            self._engine.close()
+            return
+        self._engine._runner.abandon()
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise UserError(f"device {found} is not supported", "run.device", "use cpu or cuda")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("no CUDA device is available", "run.device: cuda", "use run.device: auto or cpu")
+        found = torch.device("cuda", found.index if found.index is not None else torch.cuda.current_device())
+    return found
+
+
+def _compute_dtype(name: ComputeDtype, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return DTYPES[name]
+
+
+def _transport_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if compute == torch.float32 else torch.bfloat16
+    return DTYPES[name]

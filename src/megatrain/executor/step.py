@@ -1,0 +1,404 @@
+"""The hot loop: forward, head and backward of one optimizer step, with layers streaming in and gradients streaming out.
+
+Read `StepRunner.gradients` first; the names of its calls are the table of contents.
+
+Shapes: B rows of a window, b rows of a chunk, T tokens, D hidden size, N target tokens, V vocabulary.
+A step is cut three ways. Windows: accumulation, each visits every layer forward and backward. Chunks: rows of a window that a
+layer computes together; one fetch of the layer serves all chunks (layer-major, chunk-minor). Token chunks: target tokens whose
+logits exist at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megatrain.device.streams import Streams, Timestamp
+from megatrain.executor import randomness
+from megatrain.executor.gradients import GradientFlow
+from megatrain.executor.rows import CallAxes, PROBE_ROWS, Shape, chunks_of, cut, row_axis, shapes_of
+from megatrain.executor.tape import Arguments, LayerCall, Tape
+from megatrain.executor.visits import forward_visits, training_visits
+from megatrain.executor.weights import WeightStream
+from megatrain.loss import Targets, cross_entropy_sum, find_targets
+from megatrain.models.shell import Shell
+
+Batch = Mapping[str, torch.Tensor]
+"""`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
+
+MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How a step is cut.
+
+    Attributes:
+        windows: Accumulation windows.
+        chunk_rows: Rows that a layer computes together.
+        head_tokens: Target tokens whose logits exist at the same time.
+        segment: 1 keeps every layer's input, K keeps every K-th and computes a layer a third time.
+    """
+
+    windows: int
+    chunk_rows: int
+    head_tokens: int
+    segment: int
+
+
+@dataclass
+class Edges:
+    """Autograd leaves over the weights of embedding and head, by full name, for one window."""
+
+    embedding: dict[str, torch.Tensor]
+    head: dict[str, torch.Tensor]
+
+    def all(self) -> dict[str, torch.Tensor]:
+        return {**self.embedding, **self.head}
+
+
+class StepRunner:
+    """Computes losses and gradients. Knows nothing of the optimizer.
+
+    Args:
+        shell: HF's code; its layers call back into this object.
+        streams, weights, gradients: The device side.
+    """
+
+    def __init__(self, shell: Shell, streams: Streams, weights: WeightStream, gradients: GradientFlow):
+        self.shell = shell
+        self._streams = streams
+        self._weights = weights
+        self._gradients = gradients
+        self._units = shell.structure.layers
+        # What `run_layer` works on while HF's loop is running.
+        self._tape: Tape | None = None
+        self._chunks: list[slice] = []
+        self._probe: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
+        self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
+        self._call_axes: list[CallAxes] | None = None
+        self.marks: list[tuple[str, Timestamp]] = []
+
+    # ---------------------------------------------------------------- the step
+
+    def gradients(self, batch: Batch, shape: StepShape, loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of a whole step; every unit's gradient is on its way to the host afterwards.
+
+        Args:
+            batch: The rows of the step, with at least one target token.
+            shape: How to cut it.
+            loss_scale: Factor on the loss gradient (fp16), 1.0 otherwise.
+
+        Returns:
+            (sum of the cross entropies, sum of the squares of the gradients), scalars on the device, not yet waited for.
+        """
+        self.shell.train(True)
+        inputs, targets = self._place(batch), find_targets(batch["labels"])
+        windows = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.windows))
+        chunk_rows = min(shape.chunk_rows, max(rows.stop - rows.start for rows in windows))
+        self._learn_row_axes(inputs, chunk_rows)
+        self._weights.follow(training_visits(len(self._units), shape.segment, len(windows)))
+        self._gradients.begin_step()
+        self.marks = []
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._streams.device)
+        gradient_scale = loss_scale / len(targets)
+        for rows in windows:
+            edges, tape = self._bind_edges(requires_grad=True), Tape()
+            self._mark("forward")
+            hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
+            self._mark("head")
+            here = _targets_of(targets, rows, inputs)
+            d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
+            self._mark("backward")
+            torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)  # [Note: the graph between the layers]
+            del hidden_BTD, d_hidden_BTD
+            self._backward(edges, shape.segment, tape)
+        self._mark("end")
+        self._weights.edges_in_use()
+        return loss_sum, self._gradients.squared_norm()
+
+    def loss(self, batch: Batch, shape: StepShape) -> torch.Tensor:
+        """Sum of the cross entropies of a batch, without gradients: a scalar on the device. Logits live per token chunk."""
+        self.shell.train(False)
+        inputs, targets = self._place(batch), find_targets(batch["labels"])
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._streams.device)
+        chunk_rows = min(shape.chunk_rows, len(batch["input_ids"]))
+        with torch.no_grad():
+            self._learn_row_axes(inputs, chunk_rows)
+            self._weights.follow(forward_visits(len(self._units)))
+            edges = self._bind_edges(requires_grad=False)
+            hidden_BTD = self._forward(inputs, edges, chunk_rows, 1, tape=None)
+            for hidden_ND, labels_N in _token_chunks(hidden_BTD, targets, shape.head_tokens):
+                loss_sum += cross_entropy_sum(self.shell.logits(edges.all(), hidden_ND), labels_N)
+        self._weights.edges_in_use()
+        return loss_sum
+
+    def abandon(self) -> None:
+        """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
+        self._tape, self._probe, self._call_axes, self._chunks, self.marks = None, None, None, [], []
+        self._streams.synchronize()
+        self._weights.abandon()
+        self._gradients.abandon()
+
+    # ---------------------------------------------------------------- forward
+
+    def _forward(
+        self, inputs: dict[str, torch.Tensor], edges: Edges, chunk_rows: int, segment: int, tape: Tape | None
+    ) -> torch.Tensor:
+        """HF's own base model; its loop calls `run_layer` for each layer. Returns hidden states (B, T, D)."""
+        self._tape = tape
+        self._chunks = chunks_of(len(inputs["input_ids"]), chunk_rows)
+        self._call_axes = self._axes.get(tuple(inputs)) if len(self._chunks) > 1 else None
+        hidden_BTD = self.shell.hidden_states(edges.all(), inputs)
+        self._tape = None
+        if tape is not None and segment > 1:
+            _drop_inner_inputs(tape, segment)
+        return hidden_BTD
+
+    def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
+        arguments = Arguments.of(args, kwargs)
+        call = self._tape.record(index, arguments) if self._tape is not None else None
+        outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None)
+        if self._probe is not None:
+            self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
+        if call is not None:
+            assert self._tape is not None
+            outputs = self._tape.emit(call, outputs)
+        if index == len(self._units) - 1:
+            self._weights.edge_weights(1)  # behind the last layer: the head's own update ran as long as it could
+        return pytree.tree_unflatten(outputs, spec)
+
+    def _forward_layer(
+        self, index: int, arguments: Arguments, random_states: list[randomness.RandomState] | None
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        """One layer over all chunks of the window, without autograd. Returns output leaves and their structure."""
+        unit = self._units[index]
+        weights = self.shell.leaves(unit.layout.views(self._weights.fetch(index)), unit.prefix, requires_grad=False)
+        parts: list[list[Any]] = []
+        spec = None
+        with torch.no_grad():
+            for rows in self._chunks:
+                if random_states is not None:
+                    random_states.append(randomness.capture(self._streams.device))
+                args, kwargs = arguments.unflatten(self._cut_inputs(index, arguments.leaves, rows))
+                leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, weights, args, kwargs))
+                parts.append(leaves)
+        self._weights.release(index)
+        assert spec is not None
+        return self._join_outputs(index, parts), spec
+
+    # ---------------------------------------------------------------- head
+
+    def _head(
+        self,
+        hidden_BTD: torch.Tensor,
+        targets: Targets,
+        edges: Edges,
+        chunk_tokens: int,
+        gradient_scale: float,
+        loss_sum: torch.Tensor,
+    ) -> torch.Tensor:
+        """Loss and its gradient, a chunk of target tokens at a time; adds to `loss_sum`. Returns d loss / d hidden (B, T, D)."""
+        d_hidden_BTD = torch.zeros_like(hidden_BTD)
+        d_flat = d_hidden_BTD.view(-1, hidden_BTD.shape[-1])
+        names = self.shell.head_names
+        weights = [edges.all()[name] for name in names]
+        scale = torch.tensor(gradient_scale, dtype=torch.float32, device=hidden_BTD.device)
+        start = 0
+        for hidden_ND, labels_N in _token_chunks(hidden_BTD.detach(), targets, chunk_tokens):
+            hidden_ND.requires_grad_()
+            chunk_loss = cross_entropy_sum(self.shell.logits(edges.all(), hidden_ND), labels_N)
+            d_hidden_ND, *d_weights = torch.autograd.grad(
+                chunk_loss, [hidden_ND, *weights], scale.to(chunk_loss.dtype), allow_unused=True
+            )
+            loss_sum += chunk_loss.detach()
+            d_flat.index_copy_(0, targets.positions[start : start + len(labels_N)], d_hidden_ND)
+            start += len(labels_N)
+            for name, gradient in zip(names, d_weights, strict=True):
+                self._gradients.edges.add(name, gradient)
+        return d_hidden_BTD
+
+    # ---------------------------------------------------------------- backward
+
+    def _backward(self, edges: Edges, segment: int, tape: Tape) -> None:
+        """From the last layer to the embedding; each unit's gradient leaves for the host as soon as it is complete."""
+        self._collect(edges.head)
+        self._gradients.send_edge(self.shell.structure.head)
+        for start in reversed(range(0, len(tape.calls), segment)):
+            calls = tape.calls[start : start + segment]
+            self._recompute_inputs(calls)
+            for call in reversed(calls):
+                self._backward_layer(call, tape)
+        self._collect(edges.embedding)
+        self._gradients.send_edge(self.shell.structure.embedding)
+
+    def _backward_layer(self, call: LayerCall, tape: Tape) -> None:
+        """Recompute one layer with autograd, chunk by chunk, and run its backward; sends gradients both ways.
+
+        See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
+        """
+        unit = self._units[call.layer]
+        views = unit.layout.views(self._weights.fetch(call.layer))
+        total = self._gradients.begin_layer(unit, len(self._chunks))
+        input_parts: dict[int, list[torch.Tensor | None]] = {position: [] for position in call.trained}
+        for rows, random_state in zip(self._chunks, call.random_states, strict=True):
+            weights = self.shell.leaves(views, unit.prefix, requires_grad=True)
+            leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
+            for position in call.trained:
+                leaves[position] = leaves[position].detach().requires_grad_()
+            args, kwargs = call.arguments.unflatten(leaves)
+            with randomness.replayed(self._streams.device, random_state), torch.enable_grad():
+                outputs = pytree.tree_leaves(self.shell.call_layer(call.layer, weights, args, kwargs))
+            used = [(o, g) for o, g in zip(outputs, self._output_gradients(call, rows), strict=True) if g is not None]
+            trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
+            wanted = [*(leaves[position] for position in call.trained), *trained.values()]
+            found = _grad([o for o, _ in used], wanted, [g for _, g in used])
+            total.add(dict(zip(trained, found[len(call.trained) :], strict=True)))
+            for position, gradient in zip(call.trained, found, strict=False):
+                input_parts[position].append(gradient)
+        self._weights.release(call.layer)
+        self._gradients.send_layer(total)
+        tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
+        call.arguments.leaves, call.output_gradients, call.random_states = [], [], []
+
+    def _recompute_inputs(self, calls: Sequence[LayerCall]) -> None:
+        """Compute again the inputs that a segment dropped, from the one it kept."""
+        for call, following in zip(calls, calls[1:], strict=False):
+            states = call.random_states[0] if call.random_states else randomness.capture(self._streams.device)
+            with randomness.replayed(self._streams.device, states):
+                outputs, _ = self._forward_layer(call.layer, call.arguments, None)
+            for position, source in following.sources.items():
+                if following.arguments.leaves[position] is None:
+                    following.arguments.leaves[position] = outputs[source.output].detach().requires_grad_()
+
+    def _collect(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        for name, leaf in leaves.items():
+            self._gradients.edges.add(name, leaf.grad)
+            leaf.grad = None
+
+    # ---------------------------------------------------------------- rows
+
+    def _cut_inputs(self, layer: int, leaves: Sequence[Any], rows: slice) -> list[Any]:
+        if self._call_axes is None:
+            return list(leaves)
+        total, axes = self._chunks[-1].stop, self._call_axes[layer].inputs
+        return [cut(leaf, axis, rows, total) for leaf, axis in zip(leaves, axes, strict=True)]
+
+    def _output_gradients(self, call: LayerCall, rows: slice) -> list[torch.Tensor | None]:
+        if self._call_axes is None:
+            return call.output_gradients
+        total, axes = self._chunks[-1].stop, self._call_axes[call.layer].outputs
+        return [cut(g, axis, rows, total) for g, axis in zip(call.output_gradients, axes, strict=True)]
+
+    def _join_outputs(self, layer: int, parts: list[list[Any]]) -> list[Any]:
+        if len(parts) == 1:
+            return parts[0]
+        assert self._call_axes is not None
+        joined = []
+        for axis, *pieces in zip(self._call_axes[layer].outputs, *parts, strict=True):
+            joined.append(torch.cat(pieces, dim=axis.dim) if axis is not None else pieces[0])
+        return joined
+
+    def _join_gradient(self, call: LayerCall, position: int, parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """Gradient of a whole argument from those of its chunks: side by side along the rows, summed where all share it."""
+        present = [part for part in parts if part is not None]
+        if len(present) <= 1 and len(parts) == 1:
+            return parts[0]
+        if not present:
+            return None
+        assert self._call_axes is not None and len(present) == len(parts)
+        axis = self._call_axes[call.layer].inputs[position]
+        return torch.cat(present, dim=axis.dim) if axis is not None else torch.stack(present).sum(0)
+
+    def _learn_row_axes(self, inputs: dict[str, torch.Tensor], chunk_rows: int) -> None:
+        """See [Note: which argument goes with the rows]. Once per kind of batch, and only where windows have several chunks."""
+        rows = len(inputs["input_ids"])
+        if rows <= chunk_rows or tuple(inputs) in self._axes:
+            return
+        probes: list[list[tuple[list[Shape | None], list[Shape | None]]]] = []
+        for count in PROBE_ROWS:
+            few = {name: tensor[torch.arange(count) % rows] for name, tensor in inputs.items()}
+            self._probe = []
+            self._weights.follow(forward_visits(len(self._units)))
+            with torch.no_grad():
+                self._forward(few, self._bind_edges(requires_grad=False), count, 1, tape=None)
+            probes.append(self._probe)
+            self._probe = None
+        self._axes[tuple(inputs)] = [
+            CallAxes(
+                tuple(row_axis(a, b) for a, b in zip(small[0], large[0], strict=True)),
+                tuple(row_axis(a, b) for a, b in zip(small[1], large[1], strict=True)),
+            )
+            for small, large in zip(*probes, strict=True)
+        ]
+
+    # ---------------------------------------------------------------- inputs
+
+    def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The model's inputs on the device, once per step."""
+        return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
+
+    def _bind_edges(self, requires_grad: bool) -> Edges:
+        """Leaves over the edge weights. The embedding is loaded now; the head's memory is bound now and loaded behind the
+        last layer, unless a leaf must be computed from it here (parameters that HF keeps in fp32)."""
+        structure = self.shell.structure
+        embedding = self._weights.edge_weights(0)
+        copied = any(name in self.shell.fp32_names for _, name in structure.head.full_names())
+        head = self._weights.edge_weights(1) if copied else self._weights.edge_buffer(1)
+        views = [structure.embedding.layout.views(embedding), structure.head.layout.views(head)]
+        return Edges(*(self.shell.leaves(view, "", requires_grad) for view in views))
+
+    def _mark(self, phase: str) -> None:
+        self.marks.append((phase, self._streams.timestamp()))
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Device seconds of each phase of the latest step, summed over its windows. The device must be idle."""
+        seconds: dict[str, float] = {}
+        for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            seconds[phase] = seconds.get(phase, 0.0) + start.seconds_until(end)
+        return seconds
+
+
+def _grad(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    if not outputs:
+        return [None] * len(inputs)
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+
+
+def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+    return {name: tensor[rows] for name, tensor in inputs.items()}
+
+
+def _targets_of(targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor]) -> Targets:
+    """The targets of some rows, on the device, with positions counted from the first of these rows."""
+    ids_BT = inputs["input_ids"]
+    first, last = rows.start * ids_BT.shape[1], rows.stop * ids_BT.shape[1]
+    inside = (targets.positions >= first) & (targets.positions < last)
+    return Targets((targets.positions[inside] - first).to(ids_BT.device), targets.labels[inside].to(ids_BT.device))
+
+
+def _token_chunks(
+    hidden_BTD: torch.Tensor, targets: Targets, chunk_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(hidden states (N, D), labels (N,)) of at most `chunk_tokens` target tokens at a time."""
+    flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    positions, labels = targets.positions.to(flat.device), targets.labels.to(flat.device)
+    for start in range(0, len(labels), chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        yield flat.index_select(0, positions[part]), labels[part]
+
+
+def _drop_inner_inputs(tape: Tape, segment: int) -> None:
+    """Let go of the inputs that the backward will compute again: those of all but the first layer of each segment."""
+    for number, call in enumerate(tape.calls):
+        if number % segment:
+            for position, source in call.sources.items():
+                if source.call == number - 1:
+                    call.arguments.leaves[position] = None

@@ -1,0 +1,263 @@
+"""Exact-size host memory that can be pinned in bounded chunks.
+
+[Note: arena lifetime]
+The mapping belongs to an anonymous `mmap` object. Every tensor that `Arena.tensor` returns holds a reference to it,
+so the memory stays mapped until the arena *and* the last of its tensors are gone; no tensor ever points to unmapped
+memory. The pins belong to the arena: `unregister()`, `close()` or the arena's garbage collection takes them off. The
+owner must wait for its device streams before that, because a copy in flight needs the pin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import MegatrainError, PlanRefused
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = mmap.PAGESIZE
+# 4 GiB take about 0.65 s. Hundreds of small registrations take minutes; one huge one fails where several succeed.
+CHUNK_BYTES = 4 << 30
+
+
+class PinRefused(MegatrainError):
+    """The system does not pin as much memory as was asked for. Nothing of this arena is pinned any more.
+
+    Attributes:
+        pinned_bytes: What was pinned before the refusal; a hint at the limit.
+        asked_bytes: What the whole arena needs.
+        code: The CUDA error code.
+    """
+
+    def __init__(self, pinned_bytes: int, asked_bytes: int, code: int, reason: str):
+        self.pinned_bytes, self.asked_bytes, self.code = pinned_bytes, asked_bytes, code
+        super().__init__(
+            f"the system pinned {_gib(pinned_bytes)} of host memory and then refused to pin more "
+            f"({_gib(asked_bytes)} are needed): CUDA error {code}, {reason}"
+        )
+
+
+class HostPinner(Protocol):
+    """What an arena needs of the CUDA runtime. A call returns 0 or an error code; none raises."""
+
+    def register(self, address: int, size_bytes: int) -> int: ...
+
+    def unregister(self, address: int) -> int: ...
+
+    def explain(self, code: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class _Pin:
+    """One registration."""
+
+    pinner: HostPinner
+    address: int
+    size_bytes: int
+
+
+class CudaPinner:
+    """Page-locks memory for the DMA engines of all CUDA devices. Calls block; pages are made resident first."""
+
+    # Portable: the pin holds for every device context of the process, not only for the current one.
+    _PORTABLE = 1
+
+    def __init__(self) -> None:
+        runtime = torch.cuda.cudart()
+        assert runtime is not None, "this torch has no CUDA runtime"
+        self._runtime = runtime
+
+    def register(self, address: int, size_bytes: int) -> int:
+        return self._checked(int(self._runtime.cudaHostRegister(address, size_bytes, self._PORTABLE)))
+
+    def unregister(self, address: int) -> int:
+        return self._checked(int(self._runtime.cudaHostUnregister(address)))
+
+    def explain(self, code: int) -> str:
+        return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(code)))
+
+    @staticmethod
+    def _checked(code: int) -> int:
+        if code != 0:
+            _forget_last_cuda_error()
+        return code
+
+
+def cuda_pinner() -> CudaPinner | None:
+    """The pinner of this machine, or None where there is no CUDA device and so nothing to pin for."""
+    return CudaPinner() if torch.cuda.is_available() else None
+
+
+class Arena:
+    """Anonymous memory of exactly the bytes asked for, rounded up to whole pages; zero until written.
+
+    The system provides a page when it is first touched or pinned, so an untouched range costs nothing.
+
+    Args:
+        size_bytes: Bytes needed.
+
+    Attributes:
+        nbytes: Bytes mapped, `size_bytes` in whole pages.
+        address: Of the first byte, page aligned.
+
+    Raises:
+        PlanRefused: The system does not map that much memory.
+    """
+
+    def __init__(self, size_bytes: int):
+        assert size_bytes >= 0, size_bytes
+        self.size_bytes = size_bytes
+        self.nbytes = page_ceil(max(size_bytes, 1))
+        try:
+            # Private: shared anonymous memory is counted and limited as shmem, and has its own switch for huge pages.
+            self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise PlanRefused(f"the system refuses to map {_gib(self.nbytes)} of host memory: {error}") from error
+        _advise(self._memory, "MADV_HUGEPAGE")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._pins: list[_Pin] = []
+        self._closed = False
+        # An arena that is dropped without close() must not leave pins on addresses that the system gives away again.
+        # At exit the driver takes them off itself, and its library may be gone before Python's exit handlers run.
+        weakref.finalize(self, _unpin_all, self._pins).atexit = False
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of (numel,) on this memory; see [Note: arena lifetime]."""
+        assert not self._closed, "the arena is closed"
+        end_bytes = offset_bytes + numel * dtype.itemsize
+        assert 0 <= offset_bytes <= end_bytes <= self.size_bytes, (offset_bytes, end_bytes, self.size_bytes)
+        assert offset_bytes % dtype.itemsize == 0, (offset_bytes, dtype)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(pin.size_bytes for pin in self._pins)
+
+    def register(
+        self, cuts: Sequence[int], *, pinner: HostPinner | None = None, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        """Pins the whole arena. Blocks; touches every page. Does nothing without a CUDA device and without `pinner`.
+
+        Args:
+            cuts: Offsets at which a registration may end, in bytes, page aligned: the boundaries between units. No
+                copy may cross the border of two registrations, so what is copied at once must lie between two cuts.
+            pinner: Who pins; the machine's `cuda_pinner()` if not given.
+            chunk_bytes: See `plan_chunks`.
+
+        Raises:
+            PinRefused: Nothing is pinned then, and the arena goes on as ordinary memory.
+        """
+        assert not self._closed, "the arena is closed"
+        assert not self._pins, "the arena is registered already"
+        pinner = pinner or cuda_pinner()
+        if pinner is None:
+            return
+        # After a fork, the first write to a shared page moves the parent to a new page, while the DMA engine goes on
+        # with the old one. So children do not get pinned memory at all.
+        _advise(self._memory, "MADV_DONTFORK")
+        for start, end in plan_chunks(self.nbytes, cuts, chunk_bytes):
+            code = pinner.register(self.address + start, end - start)
+            if code != 0:
+                pinned_bytes = self.pinned_bytes
+                self.unregister()
+                raise PinRefused(pinned_bytes, self.nbytes, code, pinner.explain(code))
+            self._pins.append(_Pin(pinner, self.address + start, end - start))
+
+    def unregister(self) -> None:
+        """Takes all pins off; the memory stays, with its contents. Does nothing where nothing is pinned."""
+        if not self._closed:
+            _unpin_all(self._pins)
+            _advise(self._memory, "MADV_DOFORK")
+
+    def close(self) -> None:
+        """Takes the pins off and gives up the memory; see [Note: arena lifetime]. A second call does nothing."""
+        if not self._closed:
+            self.unregister()
+            self._closed = True
+            del self._memory
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def page_ceil(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def plan_chunks(mapped_bytes: int, cuts: Sequence[int], chunk_bytes: int) -> list[tuple[int, int]]:
+    """Covers `[0, mapped_bytes)` with ranges that end only at cuts (or at the end).
+
+    Each range takes in as many cuts as fit into `chunk_bytes`. One stretch between two cuts is never divided, so a
+    stretch longer than that is a range of its own.
+
+    Args:
+        mapped_bytes: End of the last range.
+        cuts: Page-aligned offsets, in any order; 0 and `mapped_bytes` may be among them.
+        chunk_bytes: Most bytes of a range of several stretches.
+
+    Returns:
+        (start, end) offsets in bytes, in order, without gaps.
+    """
+    astray = [cut for cut in cuts if cut % PAGE_BYTES or not 0 <= cut <= mapped_bytes]
+    assert not astray, f"cuts off the page grid or outside the arena of {mapped_bytes} bytes: {astray}"
+    ends = sorted({*cuts, mapped_bytes} - {0})
+    chunks: list[tuple[int, int]] = []
+    start = 0
+    for end, next_end in zip(ends, [*ends[1:], None], strict=True):
+        if next_end is None or next_end - start > chunk_bytes:
+            chunks.append((start, end))
+            start = end
+    return chunks
+
+
+def _unpin_all(pins: list[_Pin]) -> None:
+    while pins:
+        pin = pins.pop()
+        code = pin.pinner.unregister(pin.address)
+        if code != 0:
+            # Nothing depends on it any more: the memory only stays locked until the process ends.
+            reason = pin.pinner.explain(code)
+            logger.warning("could not unpin %s of host memory: CUDA error %d, %s", _gib(pin.size_bytes), code, reason)
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    """Huge pages and fork behaviour are Linux's; elsewhere the memory works without them."""
+    option = getattr(mmap, name, None)
+    if option is None:
+        return
+    try:
+        memory.madvise(option)
+    except OSError as error:  # a kernel built without transparent huge pages
+        logger.debug("madvise(%s) is not available: %s", name, error)
+
+
+def _forget_last_cuda_error() -> None:
+    """Clears the error that the CUDA runtime remembers.
+
+    torch reads it after its next kernel launch and would report our refused pin there, as the failure of an innocent
+    kernel.
+    """
+    major = (torch.version.cuda or "").split(".")[0]
+    ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,77 @@
+"""Flat layouts: where each tensor of a unit lies in the unit's one contiguous range.
+
+A unit's weights, moments and gradients all use the same layout, so that one large copy moves a whole unit and one kernel
+updates it. Pure: nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGN_ELEMENTS = 64
+"""Every tensor starts at a multiple of this: 128 bytes in bf16, what matrix kernels and vector loads want."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a unit.
+
+    Attributes:
+        name: Name inside the unit (`self_attn.q_proj.weight` for a layer, the full name for embedding and head).
+        shape: Its shape.
+        offset: First element in the flat range.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Names to offsets. Elements between two entries are padding: zero in every plane, for ever."""
+
+    entries: tuple[Entry, ...]
+    numel: int
+    """Elements of the range, padding included."""
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> FlatLayout:
+        """Lay out tensors in the order given, each aligned to `ALIGN_ELEMENTS`."""
+        entries, offset = [], 0
+        for name, shape in shapes:
+            entries.append(Entry(name, tuple(shape), offset))
+            offset = -(-entries[-1].end // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+        return cls(tuple(entries), offset)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def param_count(self) -> int:
+        """Elements that are parameters, without padding."""
+        return sum(entry.numel for entry in self.entries)
+
+    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor `name` inside `flat` (numel,), as a view."""
+        entry = self.by_name[name]
+        return flat[entry.offset : entry.end].view(entry.shape)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All tensors inside `flat` (numel,), as views, by name."""
+        assert flat.numel() == self.numel, (flat.numel(), self.numel)
+        return {entry.name: flat[entry.offset : entry.end].view(entry.shape) for entry in self.entries}

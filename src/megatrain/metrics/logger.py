@@ -1,0 +1,155 @@
+"""RunLogger: the one printer. It owns all text for people, on the console and in the run's `log.txt`.
+
+Library code writes through `logging` (`logging.getLogger(__name__)`); the RunLogger is the handler behind it:
+
+    megatrain.*  INFO and above     -> console and log.txt
+    all others   WARNING and above  -> log.txt only (transformers and torch warn about much that is none of the user's)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from megatrain.metrics.record import StepRecord
+
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
+
+
+class RunLogger:
+    """Use as a context manager; while it is open, it receives what the library logs.
+
+    Lines before `open_folder` are kept and written to `log.txt` when it opens: a run's folder is made only after the
+    checks, and the checks' words belong into its log.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        self._file: IO[str] | None = None
+        self._waiting: list[str] = []
+        self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
+        self._pace_s: float | None = None  # moving average of a step's wall time
+
+    def __enter__(self) -> RunLogger:
+        own = logging.getLogger("megatrain")
+        self._level = own.level
+        own.setLevel(logging.INFO)
+        self._attach(own, _Handler(self, to_console=True))
+        self._attach(logging.getLogger(), _Handler(self, to_console=False))
+        logging.captureWarnings(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.captureWarnings(False)
+        for logger, handler in self._handlers:
+            logger.removeHandler(handler)
+        self._handlers.clear()
+        logging.getLogger("megatrain").setLevel(self._level)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _attach(self, logger: logging.Logger, handler: logging.Handler) -> None:
+        logger.addHandler(handler)
+        self._handlers.append((logger, handler))
+
+    def open_folder(self, folder: Path) -> None:
+        """Start, or go on with, `log.txt` in the run's folder."""
+        assert self._file is None, f"log.txt is already open in another folder than {folder}"
+        self._file = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
+        self._file.writelines(self._waiting)
+        self._waiting.clear()
+
+    def info(self, text: str) -> None:
+        self._print(text, logging.INFO)
+
+    def warning(self, text: str) -> None:
+        self._print(f"warning: {text}", logging.WARNING)
+
+    def to_file(self, text: str, error: BaseException | None = None) -> None:
+        """A line for `log.txt` alone, with the traceback of `error` if given; the console is told by someone else."""
+        trace = "".join(traceback.format_exception(error)).rstrip() if error is not None else ""
+        self._print(f"{text}\n{trace}" if trace else text, logging.ERROR, to_console=False)
+
+    def step(self, record: StepRecord, total_steps: int) -> None:
+        """One line for one step."""
+        self._pace_s = record.step_s if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.step_s
+        left_s = (total_steps - record.step) * self._pace_s
+        self.info(step_line(record, total_steps, left_s))
+
+    def validation(self, record: StepRecord) -> None:
+        assert record.val_loss is not None, f"the record of step {record.step} has no validation loss"
+        tokens = f"{record.val_tokens:,} tokens, {record.val_s:.1f} s"
+        self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
+
+    def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
+        if to_console:
+            self._console.print(text, style=_STYLES.get(level))
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
+        if self._file is not None:
+            self._file.write(line)
+        else:
+            self._waiting.append(line)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, logger: RunLogger, *, to_console: bool):
+        super().__init__(logging.INFO if to_console else logging.WARNING)
+        self._logger, self._to_console = logger, to_console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        own = record.name.partition(".")[0] == "megatrain"
+        if own != self._to_console:
+            return  # the record also reaches the other handler, which prints it
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = (
+                f"{record.levelname.lower()}: {text}"
+                if own
+                else f"{record.levelname.lower()} from {record.name}: {text}"
+            )
+        self._logger._print(text, record.levelno, to_console=self._to_console)
+
+
+def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
+    """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s, 8.1k trained  3.12 s (data 0.01)  ETA 0:14:58`"""
+    width = len(str(total_steps))
+    split = ", ".join(
+        f"{name} {seconds:.2f}" for name, seconds in {**record.split_s, "data": record.data_wait_s}.items()
+    )
+    parts = [
+        f"step {record.step:>{width}}/{total_steps}",
+        f"loss {_number(record.loss, '.4f')}",
+        f"norm {_number(record.grad_norm, '.3g')}",
+        f"lr {record.learning_rate:.2e}",
+        f"{_thousands(record.processed_tokens_per_s)} tok/s, {_thousands(record.trained_tokens_per_s)} trained",
+        f"{record.step_s:.2f} s ({split})",
+        f"ETA {timedelta(seconds=round(left_s))}",
+    ]
+    if record.skipped:
+        parts.append(f"SKIPPED: {record.skipped}")
+    return "  ".join(parts)
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def quiet_libraries() -> None:
+    """Route transformers' messages through `logging` and switch off its progress bars, which would tear our lines."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()

@@ -1,0 +1,295 @@
+"""From a model folder, a config or a model in memory to a model on meta: parameters without storage, buffers real.
+
+[Note: buffers of a meta model]
+Parameters live in the host store and are bound for each call, so the model itself needs none of them. Buffers differ: rotary
+tables, causal masks and scales are made in `__init__`, where the meta device loses their values. transformers has the same
+problem in `from_pretrained` and solves it with a promise every family keeps: `_init_weights` of the PreTrainedModel that owns
+a module restores that module's buffers. The same call is made here, with all parameters flagged as initialised: the state
+`from_pretrained` is in after loading. Values and dtypes are therefore those of `from_pretrained`: `inv_freq` stays fp32 under
+bf16 compute. Persistent buffers (a router's correction bias) are part of the weights: zeros until weights or random
+initialisation fill them.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as hf_init
+from transformers.core_model_loading import build_glob_alternation
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megatrain.errors import UserError
+
+IGNORE_IS_DECODER = frozenset({"gpt_neox", "gpt_neox_japanese"})
+"""Decoder-only families whose config carries an `is_decoder: false` that their code never reads."""
+
+
+def find_model_folder(path: str | Path) -> Path:
+    """The local folder behind a folder path, or behind a hub id that is in the local cache.
+
+    Raises:
+        UserError: Neither exists, with similar names where there are any.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise UserError("is a file, not a model folder", str(path), "give the folder that holds config.json")
+    cached = _cached_snapshot(str(path))
+    if cached is not None:
+        return cached
+    near = _near(folder.name, [p.name for p in folder.parent.iterdir() if p.is_dir()]) if folder.parent.is_dir() else []
+    hint = f"did you mean {', '.join(str(folder.parent / name) for name in near)}?" if near else None
+    raise UserError("no such model folder", str(path), hint or "give a folder with config.json, or a cached hub id")
+
+
+def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read the config of a causal language model, and refuse what megatrain cannot train.
+
+    Args:
+        path: A folder with config.json, or a hub id in the local cache.
+        trust_remote_code: Whether code inside the folder may run.
+
+    Raises:
+        UserError: No folder, no config.json, a model type this transformers does not know, not a decoder, or quantized.
+    """
+    folder = find_model_folder(path)
+    raw = _read_config_json(folder)
+    where = str(folder / "config.json")
+    remote = bool(raw.get("auto_map"))
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_MAPPING and not (remote and trust_remote_code):
+        raise UserError(_unknown_type(model_type), where, _unknown_type_remedy(model_type, remote))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+        raise UserError(f"not a valid {model_type} config: {_first_line(error)}", where) from error
+    except Exception as error:
+        # huggingface_hub's validation errors derive from Exception alone, and their module moved between versions.
+        if type(error).__module__.partition(".")[0] != "huggingface_hub":
+            raise
+        raise UserError(f"not a valid {model_type} config: {_first_line(error)}", where) from error
+    _refuse_quantized(config, where)
+    _refuse_non_decoder(config, where, trust_remote_code)
+    return config
+
+
+def build_meta_model(
+    config: PreTrainedConfig,
+    *,
+    compute_dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal language model with parameters on meta and real buffers on the CPU; see [Note: buffers of a meta model].
+
+    Args:
+        config: The model's config; it is copied, not changed.
+        compute_dtype: Type of the parameters, except those that transformers keeps in fp32.
+        attn_implementation: `sdpa`, `eager`...; by default sdpa where the family supports it, else eager.
+        trust_remote_code: Whether code that the config refers to may run.
+    """
+    config = copy.deepcopy(config)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        part.use_cache = False
+    extra: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    with torch.device("meta"), hf_init.meta_device_safe_creation_ops():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=compute_dtype, trust_remote_code=trust_remote_code, **extra
+        )
+    _settle_parameters(model, compute_dtype)
+    _make_buffers(model, compute_dtype)
+    return model
+
+
+def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A copy of an in-memory model: parameters on meta, copies of all buffers on the CPU. `model` stays as it is.
+
+    Args:
+        model: The model, with real parameters.
+        compute_dtype: Type of the meta parameters; the model's own by default.
+    """
+    # deepcopy asks its memo first: parameters that are in there already are never copied, and ties stay ties.
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        dtype = compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    twin = copy.deepcopy(model, memo)
+    for part in {id(c): c for c in (twin.config, twin.config.get_text_config())}.values():
+        part.use_cache = False
+    if compute_dtype:
+        _settle_parameters(twin, compute_dtype)
+    return twin
+
+
+def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> set[str]:
+    """Parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`."""
+    plan = model._get_dtype_plan(compute_dtype)
+    if not plan:
+        return set()
+    pattern, _, _ = build_glob_alternation(list(plan))
+    return {name for name in model.state_dict() if pattern.search(name)}
+
+
+def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Set the buffers `names` to the values the family starts with, and touch nothing else.
+
+    Raises:
+        UserError: The family's `_init_weights` leaves one of them out.
+    """
+    wanted = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in names}
+    ids = {id(buffer) for buffer in wanted.values()}
+    mark_unfilled(wanted.values())
+    _run_init(model, [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ids])
+    refuse_unfilled(model, wanted)
+
+
+def mark_unfilled(tensors: Iterable[torch.Tensor]) -> None:
+    """Fill floating tensors with NaN, so that `refuse_unfilled` sees which of them an initialisation left out."""
+    for tensor in tensors:
+        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+def refuse_unfilled(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError if a tensor still holds a NaN of `mark_unfilled`."""
+    unfilled = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.isnan().any()]
+    if unfilled:
+        raise UserError(
+            f"transformers' `_init_weights` of {type(model).__name__} does not set {', '.join(unfilled[:3])}",
+            remedy="give the engine a folder with weights, or a model built in memory",
+        )
+
+
+def _settle_parameters(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Put every parameter on meta (some families draw values in `__init__`) and give it the type it computes in."""
+    settled: dict[int, nn.Parameter] = {}
+    keep_fp32 = fp32_parameter_names(model, compute_dtype)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        dtype = torch.float32 if name in keep_fp32 else parameter.dtype
+        owner, leaf = _parent(model, name)
+        if id(parameter) not in settled:
+            empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+            settled[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        owner._parameters[leaf] = settled[id(parameter)]
+
+
+def _make_buffers(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Give every buffer its storage and value; see [Note: buffers of a meta model]."""
+    persistent = set(model.state_dict())
+    keep_fp32 = fp32_parameter_names(model, compute_dtype)
+    made: dict[int, torch.Tensor] = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        owner, leaf = _parent(model, name)
+        if id(buffer) not in made:
+            dtype = torch.float32 if name in keep_fp32 and buffer.is_floating_point() else buffer.dtype
+            made[id(buffer)] = torch.zeros(buffer.shape, dtype=dtype, device="cpu")
+        owner._buffers[leaf] = made[id(buffer)]
+    restore_buffers(model, dict(model.named_buffers(remove_duplicate=False)).keys() - persistent)
+
+
+def _run_init(model: PreTrainedModel, loaded: list[torch.Tensor]) -> None:
+    """transformers' own initialisation walk; `loaded` is flagged, so it leaves those alone. No flag stays behind."""
+    for tensor in loaded:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        model.initialize_weights()
+    finally:
+        for holder in (*loaded, *model.modules()):
+            if getattr(holder, "_is_hf_initialized", None) is not None:
+                del holder._is_hf_initialized  # type: ignore[union-attr]
+
+
+def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _cached_snapshot(hub_id: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, "config.json")
+    except HFValidationError:  # a path that cannot be a hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _read_config_json(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        inside = [p.parent.name for p in folder.glob("*/config.json")]
+        near = _near("config.json", [p.name for p in folder.iterdir()])
+        if inside:
+            remedy = f"did you mean {folder / inside[0]}?"
+        elif near:
+            remedy = f"did you mean {', '.join(near)}? The file must be called config.json"
+        else:
+            remedy = "give a Hugging Face model folder"
+        raise UserError("has no config.json", str(folder), remedy)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"not JSON: {error}", str(file)) from error
+    if not isinstance(raw, dict):
+        raise UserError("not a JSON object", str(file))
+    return raw
+
+
+def _unknown_type(model_type: object) -> str:
+    if model_type is None:
+        return "has no model_type"
+    return f"model type '{model_type}' is unknown to transformers {transformers.__version__}"
+
+
+def _unknown_type_remedy(model_type: object, remote: bool) -> str:
+    if remote:
+        return "the folder brings its own code: read it, and if you trust it set model.trust_remote_code: true"
+    near = _near(str(model_type), list(CONFIG_MAPPING.keys())) if model_type else []
+    return f"did you mean {', '.join(near)}?" if near else "install a transformers version that has this family"
+
+
+def _refuse_quantized(config: PreTrainedConfig, where: str) -> None:
+    for part in (config, config.get_text_config()):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization:
+            as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
+            method = as_dict.get("quant_method", "unknown")
+            raise UserError(
+                f"the checkpoint is quantized ({method}); training needs full weights",
+                where,
+                "take the bf16 or fp32 release of this model, or dequantize it and save it again",
+            )
+
+
+def _refuse_non_decoder(config: PreTrainedConfig, where: str, trust_remote_code: bool) -> None:
+    kind = config.model_type
+    remedy = "only decoder-only language models can be trained"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"'{kind}' is an encoder-decoder model", where, remedy)
+    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+        raise UserError(f"'{kind}' has no causal language model in transformers", where, remedy)
+    if getattr(config, "is_decoder", None) is False and kind not in IGNORE_IS_DECODER:
+        raise UserError(f"'{kind}' is an encoder (is_decoder is false)", where, remedy)
+
+
+def _near(name: str, candidates: list[str]) -> list[str]:
+    return difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return " ".join(line.strip() for line in lines[:2]) or type(error).__name__

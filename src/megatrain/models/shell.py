@@ -1,0 +1,199 @@
+"""The shell: Hugging Face's own model code around layers that hold no weights.
+
+[Note: the shell stays Hugging Face's]
+The CausalLM is copied shallowly along the path to its layer stack, and the entries of the stack are replaced by
+`StreamedLayer`s: modules without parameters that hand their call to the engine. HF's own forward then runs as it was
+written: embedding scale, rotary tables, masks of each kind, the loop over the layers, the final norm. The engine computes a
+layer by binding that layer's weights and buffers to HF's own layer module for one call (`functional_call`).
+The head runs HF's own CausalLM forward too, with the base model replaced by a module that returns the hidden states it is
+given: soft caps, logit scales and whatever else a family does there stay right, and logits exist for one chunk of tokens only.
+
+Shapes: B rows, T tokens, N tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from megatrain.errors import UserError
+from megatrain.models.structure import Structure, with_submodule
+
+RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""(layer index, positional arguments, keyword arguments) -> what HF's layer would return."""
+
+
+class StreamedLayer(nn.Module):
+    """Stands in HF's layer stack for a layer; has no parameters, only the layer's plain attributes.
+
+    HF's loops read attributes such as `attention_type` from their layers; anything not found here is looked up in the
+    layer's own module, which is kept out of the module tree so that it is neither moved, bound nor counted.
+    """
+
+    def __init__(self, index: int, module: nn.Module, run: RunLayer):
+        super().__init__()
+        self.index = index
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_run", run)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.index, args, kwargs)
+
+
+class _GivenStates(nn.Module):
+    """Stands for the base model in the head: returns the hidden states that it is given as `inputs_embeds`.
+
+    Plain attributes (multipliers) are the base model's. A submodule that holds the layers (OPT's heads call
+    `self.model.decoder`) is this module again.
+    """
+
+    def __init__(self, base: nn.Module, layers_path: str):
+        super().__init__()
+        object.__setattr__(self, "_base", base)
+        self._around_layers = set(layers_path.split(".")[:-1])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self._around_layers:
+                return self
+            return getattr(object.__getattribute__(self, "_base"), name)
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _GivenOutput:
+        return _GivenOutput(inputs_embeds)
+
+
+class _GivenOutput:
+    """A base model output with hidden states only; every other field reads as None."""
+
+    def __init__(self, last_hidden_state: torch.Tensor):
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class Shell:
+    """HF's code for everything but the layers. See [Note: the shell stays Hugging Face's].
+
+    Args:
+        structure: The model taken apart; it is left untouched.
+        buffers: Every buffer of the model by full name, on the device.
+        run_layer: Called in place of each layer, in the order of HF's own loop.
+        fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        buffers: Mapping[str, torch.Tensor],
+        run_layer: RunLayer,
+        fp32_names: frozenset[str] = frozenset(),
+    ):
+        self.structure = structure
+        self.layers: list[nn.Module] = list(structure.layer_stack())
+        self.fp32_names = fp32_names
+        streamed = nn.ModuleList(StreamedLayer(i, module, run_layer) for i, module in enumerate(self.layers))
+        model = with_submodule(structure.model, structure.layers_name, streamed)
+        self._base = model.get_submodule(structure.base_name)
+        self._base_prefix = structure.base_name + "."
+        layers_path = structure.layers_name.removeprefix(self._base_prefix)
+        self._head = with_submodule(model, structure.base_name, _GivenStates(self._base, layers_path))
+        edge_names = [name for unit in (structure.embedding, structure.head) for _, name in unit.full_names()]
+        tied_heads = {name for alias, name in structure.tied.items() if not alias.startswith(self._base_prefix)}
+        self.head_names = [
+            name
+            for name in edge_names
+            if name not in structure.frozen and (not name.startswith(self._base_prefix) or name in tied_heads)
+        ]
+        """Full names of the trained parameters that `logits` reads."""
+        self._base_accepts = set(inspect.signature(self._base.forward).parameters)
+        self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
+        self._base_buffers: dict[str, torch.Tensor] = {}
+        self._head_buffers: dict[str, torch.Tensor] = {}
+        for name, buffer in buffers.items():
+            self._place_buffer(name, buffer)
+
+    def train(self, mode: bool) -> None:
+        """Put all modules in training or evaluation mode (dropout, router jitter)."""
+        for module in (self._base, self._head, *self.layers):
+            if module.training != mode:
+                module.train(mode)
+
+    def hidden_states(self, edges: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run HF's base model: embedding, loop over the (streamed) layers, final norm.
+
+        Args:
+            edges: Parameters of embedding and head by full name, on the device.
+            inputs: `input_ids` (B, T) and optionally `position_ids`, `attention_mask` (B, T), on the device.
+
+        Returns:
+            Hidden states (B, T, D), ready for the head.
+        """
+        for name in inputs:
+            if name not in self._base_accepts:
+                raise UserError(
+                    f"{type(self._base).__name__} takes no {name}",
+                    remedy="this family cannot be trained on packed rows: set data.packing: false"
+                    if name == "position_ids"
+                    else None,
+                )
+        bound = {
+            name.removeprefix(self._base_prefix): tensor
+            for name, tensor in edges.items()
+            if name.startswith(self._base_prefix)
+        }
+        bound.update(self._base_buffers)
+        output = functional_call(self._base, bound, kwargs={**inputs, "use_cache": False})
+        return output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+    def logits(self, edges: Mapping[str, torch.Tensor], hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Run HF's CausalLM head on the hidden states of some tokens: (N, D) -> logits (N, V)."""
+        bound = {n: t for n, t in edges.items() if not n.startswith(self._base_prefix)}
+        for alias, name in self.structure.tied.items():
+            if not alias.startswith(self._base_prefix) and name in edges:
+                bound[alias] = edges[name]
+        bound.update(self._head_buffers)
+        kwargs = {"inputs_embeds": hidden_ND.unsqueeze(0), "use_cache": False}
+        return functional_call(self._head, bound, kwargs=kwargs).logits[0]
+
+    def call_layer(self, index: int, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """Compute layer `index` by HF's code with `weights` (layout names) and the layer's buffers bound for this call."""
+        return functional_call(self.layers[index], {**weights, **self._layer_buffers[index]}, args, kwargs)
+
+    def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
+        """Leaves over a slot's views, in the dtype HF keeps each parameter in; those of frozen parameters need no gradient."""
+        leaves = {}
+        for name, view in views.items():
+            leaf = view.detach()
+            if prefix + name in self.fp32_names:
+                leaf = leaf.float()
+            leaves[name] = leaf.requires_grad_(requires_grad and prefix + name not in self.structure.frozen)
+        return leaves
+
+    def _place_buffer(self, name: str, buffer: torch.Tensor) -> None:
+        layers_prefix = self.structure.layers_name + "."
+        if name.startswith(layers_prefix):
+            index, local = name[len(layers_prefix) :].split(".", 1)
+            self._layer_buffers[int(index)][local] = buffer
+        elif name.startswith(self._base_prefix):
+            self._base_buffers[name.removeprefix(self._base_prefix)] = buffer
+        else:
+            self._head_buffers[name] = buffer

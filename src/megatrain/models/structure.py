@@ -1,0 +1,259 @@
+"""The structure of a Hugging Face causal language model: its layer stack, and the units its parameters move in.
+
+Nothing is known of any family here. The stack of decoder layers is found by its shape (the outermost `ModuleList` of
+`num_hidden_layers` entries under the base model), everything else is the shell.
+
+[Note: embedding or head]
+The shell's parameters are two units: `embedding` is on the device when the step starts, and its gradient is complete when the
+backward ends; `head` arrives behind the last layer, and its gradient leaves before the first layer's backward. Where a module is
+registered says little about when it is used (Gemma 3n's per-layer embedding stands behind the layers), so the base model's
+forward is run on a few tokens up to its first layer: what it has read until then belongs to `embedding`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from megatrain.errors import UserError
+from megatrain.host.layout import FlatLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What moves together: `embedding`, `layer.0` .. `layer.L-1`, `head`.
+
+    Attributes:
+        name: The unit's name.
+        prefix: What turns a layout name into the full Hugging Face name (`model.layers.3.`; empty for the edges).
+        layout: The flat layout of its parameters. May be empty for an edge (a tied head without a norm).
+        layer: Index in the layer stack, None for embedding and head.
+    """
+
+    name: str
+    prefix: str
+    layout: FlatLayout
+    layer: int | None = None
+
+    def full_names(self) -> Iterator[tuple[str, str]]:
+        """(layout name, full Hugging Face name) of each parameter."""
+        return ((entry.name, self.prefix + entry.name) for entry in self.layout.entries)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A causal language model taken apart. The model's parameters may be on meta; only shapes are read.
+
+    Attributes:
+        model: The CausalLM, untouched.
+        base_name: Attribute of the CausalLM that holds the base model (`model`, `transformer`, `gpt_neox`...).
+        layers_name: Full name of the layer stack (`model.layers`).
+        units: embedding, the layers in order, head.
+        tied: Alias -> the one full name under which a tied tensor is kept, moved, updated and saved.
+        frozen: Full names of parameters that the family does not train (`requires_grad` is False).
+    """
+
+    model: nn.Module
+    base_name: str
+    layers_name: str
+    units: tuple[Unit, ...]
+    tied: dict[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def embedding(self) -> Unit:
+        return self.units[0]
+
+    @property
+    def head(self) -> Unit:
+        return self.units[-1]
+
+    @property
+    def layers(self) -> tuple[Unit, ...]:
+        return self.units[1:-1]
+
+    @property
+    def param_count(self) -> int:
+        return sum(unit.layout.param_count for unit in self.units)
+
+    def layer_stack(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.layers_name)  # type: ignore[return-value]
+
+
+def take_apart(model: nn.Module) -> Structure:
+    """Find the layer stack and divide the parameters into units.
+
+    Args:
+        model: A transformers `PreTrainedModel` with a causal language modelling head.
+
+    Raises:
+        UserError: The model has no layer stack of this kind, or a parameter is shared between two layers.
+    """
+    base_name = _base_name(model)
+    layers_name = _find_layers(model, base_name)
+    owner: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    edges: dict[str, list[tuple[str, tuple[int, ...]]]] = {"embedding": [], "head": []}
+    layers: dict[int, list[tuple[str, tuple[int, ...]]]] = {
+        i: []
+        for i in range(len(model.get_submodule(layers_name)))  # type: ignore[arg-type]
+    }
+    early = _read_before_layers(model, base_name, layers_name)
+    for name, parameter in _parameters_in_forward_order(model, base_name):
+        if id(parameter) in owner:
+            tied[name] = owner[id(parameter)]
+            continue
+        owner[id(parameter)] = name
+        shape = tuple(parameter.shape)
+        if name.startswith(layers_name + "."):
+            index, local = name[len(layers_name) + 1 :].split(".", 1)
+            layers[int(index)].append((local, shape))
+        else:
+            edges["embedding" if name in early else "head"].append((name, shape))
+    _refuse_shared_layers(tied, layers_name)
+    units = (
+        Unit("embedding", "", FlatLayout.of(edges["embedding"])),
+        *(Unit(f"layer.{i}", f"{layers_name}.{i}.", FlatLayout.of(shapes), i) for i, shapes in layers.items()),
+        Unit("head", "", FlatLayout.of(edges["head"])),
+    )
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return Structure(model, base_name, layers_name, units, tied, frozen)
+
+
+def _base_name(model: nn.Module) -> str:
+    """The attribute that holds the base model; the CausalLM calls it and applies the head to its hidden states."""
+    name = getattr(model, "base_model_prefix", "")
+    if name and isinstance(getattr(model, name, None), nn.Module):
+        return name
+    children = [n for n, child in model.named_children() if any(isinstance(m, nn.ModuleList) for m in child.modules())]
+    if len(children) == 1:
+        return children[0]
+    raise UserError(
+        f"{type(model).__name__} has no base model that could be separated from its head",
+        remedy="only decoder-only models with AutoModelForCausalLM are supported",
+    )
+
+
+def _find_layers(model: nn.Module, base_name: str) -> str:
+    base = model.get_submodule(base_name)
+    config = getattr(base, "config", None) or getattr(model, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None and hasattr(config, "get_text_config"):
+        count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    found = [
+        name for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if not found or not count:
+        raise UserError(
+            f"{type(model).__name__}: no stack of {count} decoder layers found under '{base_name}'",
+            remedy="only decoder-only models with one stack of `num_hidden_layers` layers are supported",
+        )
+    outermost = min(found, key=lambda name: name.count("."))
+    return f"{base_name}.{outermost}"
+
+
+class _FirstLayerReached(Exception):
+    """Ends the trial forward of `_read_before_layers`."""
+
+
+class _Stop(nn.Module):
+    """Stands for a layer in the trial forward; keeps the layer's attributes, which HF's loop may read first."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _FirstLayerReached
+
+
+class _Readings(TorchFunctionMode):
+    """Notes which of some tensors are arguments of torch functions."""
+
+    def __init__(self, names: dict[int, str]):
+        super().__init__()
+        self._names = names
+        self.read: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and id(leaf) in self._names:
+                self.read.add(self._names[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def _read_before_layers(model: nn.Module, base_name: str, layers_name: str) -> set[str]:
+    """Full names of base model parameters that its forward reads before the first layer. See [Note: embedding or head]."""
+    prefix, layers_prefix = base_name + ".", layers_name + "."
+    shell_names = [n for n, _ in model.named_parameters() if n.startswith(prefix) and not n.startswith(layers_prefix)]
+    # Zeros of this size are not touched memory: only the rows that the forward reads are ever mapped.
+    zeros = {
+        name: torch.zeros(model.get_parameter(name).shape, dtype=model.get_parameter(name).dtype)
+        for name in shell_names
+    }
+    stops = nn.ModuleList(_Stop(layer) for layer in model.get_submodule(layers_name))  # type: ignore[arg-type]
+    base = with_submodule(model, layers_name, stops).get_submodule(base_name)
+    bound = {name.removeprefix(prefix): tensor for name, tensor in zeros.items()}
+    ids = torch.zeros((1, 8), dtype=torch.int64)
+    readings = _Readings({id(tensor): name for name, tensor in zeros.items()})
+    try:
+        with torch.no_grad(), readings:
+            functional_call(base, bound, kwargs={"input_ids": ids, "use_cache": False})
+    except _FirstLayerReached:
+        return readings.read
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        logger.debug(
+            "the trial forward ended early (%s): all of the base model's own parameters go with the embedding", error
+        )
+    return set(shell_names)
+
+
+def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
+    """A copy of `root`, shallow but along `path`, at whose end `replacement` stands. `root` is not changed."""
+    twin = copy.copy(root)
+    for attribute in ("_modules", "_parameters", "_buffers"):
+        setattr(twin, attribute, dict(getattr(root, attribute)))
+    first, _, rest = path.partition(".")
+    child = twin._modules[first]
+    assert child is not None
+    twin._modules[first] = with_submodule(child, rest, replacement) if rest else replacement
+    return twin
+
+
+def _parameters_in_forward_order(model: nn.Module, base_name: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters, tied ones under each of their names; the base model first, whatever the order of registration."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    yield from ((name, p) for name, p in named if name.startswith(base_name + "."))
+    yield from ((name, p) for name, p in named if not name.startswith(base_name + "."))
+
+
+def _refuse_shared_layers(tied: dict[str, str], layers_name: str) -> None:
+    shared = [f"{a} = {b}" for a, b in tied.items() if (layers_name + ".") in a or (layers_name + ".") in b]
+    if shared:
+        raise UserError(
+            f"layers share parameters ({', '.join(shared[:3])}), which streaming cannot follow",
+            remedy="this family is not supported by the host engine",
+        )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the checkpoint, by full name (a router's correction bias, for example)."""
+    names = set(model.state_dict().keys())
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}

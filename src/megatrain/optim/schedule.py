@@ -1,0 +1,101 @@
+"""Learning rate over the steps of a run, as a factor on the configured rate. Pure functions of the step number.
+
+Steps count from 0. During warm-up step s has factor `(s + 1) / warmup_steps`, so the first step already learns and
+the last warm-up step has the full rate. After it, the curves are those of transformers' schedules of the same names
+at the same step number, between the full rate and the floor `min_lr_ratio`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatrain.errors import UserError
+
+Kind = Literal["constant", "linear", "cosine", "wsd"]
+Decay = Literal["linear", "cosine", "1-sqrt"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up, then a curve.
+
+    Attributes:
+        kind: `constant`; `linear` or `cosine` decay over all steps after the warm-up; or `wsd` (warm-up, stable, decay;
+            Hu et al., "MiniCPM", 2024), which stays at the full rate and decays over the last steps only.
+        total_steps: Steps of the whole run.
+        warmup_steps: Steps of the linear warm-up, fewer than `total_steps`.
+        min_lr_ratio: The floor that a decay ends at, as a factor.
+        decay_ratio: `wsd`: the share of `total_steps` that decays, rounded up to whole steps.
+        decay: `wsd`: the shape of the decay. `1-sqrt` is Hägele et al., "Scaling Laws and Compute-Optimal Training
+            Beyond Fixed Training Durations", 2024.
+    """
+
+    kind: Kind
+    total_steps: int
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    decay_ratio: float = 0.1
+    decay: Decay = "1-sqrt"
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise UserError("; ".join(problems), where="schedule")
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps of the decay at the end of the run."""
+        if self.kind == "constant":
+            return 0
+        if self.kind == "wsd":
+            return whole_steps(self.decay_ratio, self.total_steps)
+        return self.total_steps - self.warmup_steps
+
+    def lr_factor(self, step: int) -> float:
+        """Factor on the learning rate in step `step` (from 0). A step after the end has the last value of the curve."""
+        assert step >= 0, step
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        decayed = step - (self.total_steps - self.decay_steps)
+        if decayed <= 0 or self.decay_steps == 0:
+            return 1.0
+        progress = min(decayed / self.decay_steps, 1.0)
+        shape = self.decay if self.kind == "wsd" else self.kind
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * _fall(shape, progress)
+
+    def _problems(self) -> Iterable[str]:
+        if self.kind not in get_args(Kind):
+            yield f"kind = {self.kind!r} is none of {', '.join(get_args(Kind))}"
+        if self.total_steps < 1:
+            yield f"total_steps = {self.total_steps}: a run has at least one step"
+        elif not 0 <= self.warmup_steps < self.total_steps:
+            yield f"a warm-up of {self.warmup_steps} steps does not fit into a run of {self.total_steps} steps"
+        elif self.kind == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
+            yield (
+                f"a warm-up of {self.warmup_steps} steps and a decay of {self.decay_steps} do not fit into a run of "
+                f"{self.total_steps} steps"
+            )
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            yield f"min_lr_ratio = {self.min_lr_ratio} is outside [0, 1]"
+        if not 0.0 <= self.decay_ratio <= 1.0:
+            yield f"decay_ratio = {self.decay_ratio} is outside [0, 1]"
+        if self.decay not in get_args(Decay):
+            yield f"decay = {self.decay!r} is none of {', '.join(get_args(Decay))}"
+
+
+def whole_steps(ratio: float, total_steps: int) -> int:
+    """A share of a run in steps, rounded up, as transformers does with `warmup_ratio`."""
+    return math.ceil(ratio * total_steps)
+
+
+def _fall(shape: str, progress: float) -> float:
+    """From 1 at progress 0 to 0 at progress 1."""
+    if shape == "linear":
+        return 1.0 - progress
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    assert shape == "1-sqrt", shape
+    return 1.0 - math.sqrt(progress)

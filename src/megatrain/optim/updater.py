@@ -1,0 +1,414 @@
+"""The CPU side of the optimizer: threads that update units in the background.
+
+[Note: order of background work]
+A job is one pass over one unit's planes: an update, an addition of gradients, a sum of squares. It is cut into
+pieces, and threads take pieces in the order in which jobs were submitted, but only from jobs that are ready:
+- its data has arrived: the job's `after`, if it has one, has returned;
+- the job submitted before it *for the same unit* has ended.
+So two jobs of one unit never overlap and keep their order, while pieces of later units fill the threads that an earlier
+unit leaves idle.
+
+    BLOCKED --(arrived, and earlier work of the unit ended)--> READY --(last piece ended)--> ENDED
+       \\_______________________(the unit failed)________________________________________________/
+
+`after` callables are called by one thread of their own, one at a time, in the order of submission, so a wait for the
+device never keeps a piece from running. They should release the GIL while they wait; a CUDA event should be made with
+`blocking=True`, or its wait burns a core.
+
+[Note: failed units]
+An exception in `after` or in a piece goes to the job's future, unchanged, with its traceback, as soon as no thread
+works on the job any more. The unit's planes may be half updated then, so every later job of that unit fails with the
+same exception. Other units go on; the owner asks `raise_if_failed()` once a step and closes.
+
+A job holds its tensors until it has ended; nothing here holds them longer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import EngineClosed
+from megatrain.optim import kernels
+from megatrain.optim.adamw import Segment, StepCoefficients
+
+# Pieces start at multiples of this: whole pages of every plane, so that two threads never write to one cache line.
+PIECE_ALIGN = 4096
+# Longest piece. Short enough to even out threads that lose their core for a while, long enough (milliseconds) that
+# taking a piece, which needs the GIL, does not slow the thread that drives the device.
+PIECE_MOST = 1 << 22
+# A sum of squares is cut the same way whatever the number of threads: its pieces' sums are added exactly.
+SUM_PIECE = 1 << 20
+
+After = Callable[[], object]
+
+
+class Planes(Protocol):
+    """The flat CPU planes (N,) of a unit: `hi` bf16 and `lo` int16; or `hi` the fp32 master and no `lo`. m, v fp32."""
+
+    hi: Tensor
+    lo: Tensor | None
+    m: Tensor
+    v: Tensor
+
+
+class _State(Enum):
+    BLOCKED = "waits for its data or for earlier work of its unit"
+    READY = "its pieces are handed out"
+    ENDED = "its future is decided"
+
+
+@dataclass(eq=False)
+class _Job:
+    """One pass over a unit; see [Note: order of background work]. Guarded by the updater's lock."""
+
+    number: int
+    unit: str
+    pieces: Sequence[tuple[int, int]]
+    run_piece: Callable[[int, int], object]
+    finish: Callable[[], Any]
+    after: After | None
+    future: Future[Any] = field(default_factory=Future)
+    state: _State = _State.BLOCKED
+    waits_for_data: bool = False
+    waits_for_unit: bool = False
+    handed_out: int = 0
+    running: int = 0
+    error: BaseException | None = None  # of `after` or of a piece, until the job can end with it
+    successor: _Job | None = None  # the next job of the same unit
+
+    def __lt__(self, other: _Job) -> bool:
+        return self.number < other.number
+
+    @property
+    def exhausted(self) -> bool:
+        """No piece will be handed out any more."""
+        return self.error is not None or self.handed_out == len(self.pieces)
+
+    def retire(self) -> _Job | None:
+        """-> ENDED. Lets the tensors go, which the calls hold; idle threads may keep the job itself for a while.
+
+        Returns:
+            The next job of the same unit, if there is one.
+        """
+        self.state = _State.ENDED
+        self.run_piece = self.finish = _nothing
+        self.after = None
+        successor, self.successor = self.successor, None
+        return successor
+
+
+class CpuUpdater:
+    """A fixed pool of threads that works on units; see [Note: order of background work].
+
+    All `submit_*` return at once. Their future's `result()` waits for the job, and raises what the job raised.
+
+    Args:
+        threads: Number of threads, named `adamw-0`, `adamw-1`, ...
+    """
+
+    def __init__(self, threads: int):
+        assert threads >= 1, threads
+        self.threads = threads
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # a job became ready, or the last one ended while closing
+        self._ready: list[_Job] = []  # heap by job number
+        self._last_of_unit: dict[str, _Job] = {}  # jobs that have not ended
+        self._failed_units: dict[str, BaseException] = {}
+        self._first_error: BaseException | None = None
+        self._jobs_submitted = 0
+        self._jobs_open = 0
+        self._closing = False
+        self._arrivals: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Daemons: a process whose owner forgot close() still ends.
+        self._pool = [
+            threading.Thread(target=self._work_on_pieces, name=f"adamw-{i}", daemon=True) for i in range(threads)
+        ]
+        self._pool.append(threading.Thread(target=self._wait_for_arrivals, name="adamw-arrivals", daemon=True))
+        for thread in self._pool:
+            thread.start()
+
+    def submit_update(
+        self,
+        unit: str,
+        planes: Planes,
+        grad: Tensor,
+        segments: Sequence[Segment],
+        coefficients: StepCoefficients,
+        after: After | None = None,
+    ) -> Future[None]:
+        """One AdamW step on a unit's planes, in place.
+
+        Args:
+            unit: The unit's name: jobs of one unit run one after the other.
+            planes: (N,) each.
+            grad: bf16 or fp32 (N,), unchanged.
+            segments: What to update, and how.
+            coefficients: Of this step.
+            after: Blocks until `grad` has arrived.
+        """
+        planes_N = [planes.hi, planes.m, planes.v] if planes.lo is None else [planes.hi, planes.lo, planes.m, planes.v]
+        arrays = [kernels.bits_view(plane) for plane in (*planes_N, grad)]
+        sizes = {array.size for array in arrays}
+        assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"
+        assert all(0 <= s.start <= s.end <= grad.numel() for s in segments), (unit, segments, grad.numel())
+        _check_dtypes(unit, planes, grad)
+        kernel = kernels.adamw_whole if planes.lo is None else kernels.adamw_split
+        parts = [(segment.start, segment.end, coefficients.scalars(segment)) for segment in segments]
+
+        def update(start: int, end: int) -> None:
+            for segment_start, segment_end, scalars in parts:
+                first, last = max(start, segment_start), min(end, segment_end)
+                if first < last:
+                    kernel(*arrays, first, last, scalars)
+
+        return self.submit(unit, cut_pieces(grad.numel(), self.threads), update, after=after)
+
+    def submit_add(
+        self, unit: str, plane: Tensor, slab: Tensor, first: bool, after: After | None = None
+    ) -> Future[None]:
+        """Adds a gradient slab to the unit's gradient plane.
+
+        Args:
+            unit: The unit's name: jobs of one unit run one after the other.
+            plane: fp32 (N,).
+            slab: bf16 or fp32 (N,), unchanged; free for the next gradient when the future is done.
+            first: Overwrite the plane, whatever it holds.
+            after: Blocks until `slab` has arrived.
+        """
+        assert plane.dtype == torch.float32, plane.dtype
+        assert slab.dtype in (torch.bfloat16, torch.float32), slab.dtype
+        assert plane.numel() == slab.numel(), (unit, plane.numel(), slab.numel())
+        plane_array, slab_array = kernels.bits_view(plane), kernels.bits_view(slab)
+        kernel = kernels.set_gradient if first else kernels.add_gradient
+        pieces = cut_pieces(plane.numel(), self.threads)
+        return self.submit(unit, pieces, lambda s, e: kernel(plane_array, slab_array, s, e), after=after)
+
+    def submit_sumsq(self, unit: str, grad: Tensor, after: After | None = None) -> Future[float]:
+        """Sum of the squares of a gradient, in fp64. It is finite exactly if every element is.
+
+        Args:
+            unit: The unit's name: jobs of one unit run one after the other.
+            grad: bf16 or fp32 (N,).
+            after: Blocks until `grad` has arrived.
+        """
+        assert grad.dtype in (torch.bfloat16, torch.float32), grad.dtype
+        array = kernels.bits_view(grad)
+        pieces = [(start, min(start + SUM_PIECE, array.size)) for start in range(0, array.size, SUM_PIECE)]
+        sums = [0.0] * len(pieces)
+
+        def add_up(start: int, end: int) -> None:
+            sums[start // SUM_PIECE] = kernels.sum_of_squares(array, start, end)
+
+        return self.submit(unit, pieces, add_up, finish=lambda: math.fsum(sums), after=after)
+
+    def submit(
+        self,
+        unit: str,
+        pieces: Sequence[tuple[int, int]],
+        run_piece: Callable[[int, int], object],
+        *,
+        finish: Callable[[], Any] = lambda: None,
+        after: After | None = None,
+    ) -> Future[Any]:
+        """Any pass over a unit.
+
+        Args:
+            unit: The unit's name: jobs of one unit run one after the other.
+            pieces: (start, end) arguments of `run_piece`; at least one.
+            run_piece: Called once per piece, by several threads at once; should release the GIL.
+            finish: Called after the last piece; gives the future's result.
+            after: Blocks until the data has arrived; called once.
+        """
+        assert pieces, f"{unit}: a job without pieces"
+        with self._lock:
+            if self._closing:
+                raise EngineClosed("the optimizer threads are closed")
+            job = _Job(self._jobs_submitted, unit, pieces, run_piece, finish, after)
+            job.future.set_running_or_notify_cancel()  # from here on a waiter cannot cancel it
+            self._jobs_submitted += 1
+            failure = self._failed_units.get(unit)
+            if failure is None:
+                self._jobs_open += 1
+                self._enqueue(job)
+        if failure is not None:
+            job.future.set_exception(failure)
+        return job.future
+
+    def drain(self) -> None:
+        """Waits until all submitted work has ended. Raises the first error of any job since the beginning."""
+        with self._lock:
+            last_jobs = list(self._last_of_unit.values())
+        for job in last_jobs:
+            job.future.exception()
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raises the first error of any job since the beginning, with its traceback. Does not wait."""
+        if self._first_error is not None:
+            raise self._first_error
+
+    def close(self) -> None:
+        """Lets all submitted work end and joins the threads. Raises nothing; a second call does nothing."""
+        with self._work:
+            if not self._closing:
+                self._closing = True
+                self._arrivals.put(None)
+                self._work.notify_all()
+        for thread in self._pool:
+            thread.join()
+
+    def __enter__(self) -> CpuUpdater:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _enqueue(self, job: _Job) -> None:
+        """Under the lock. Notes what a new job waits for."""
+        predecessor = self._last_of_unit.get(job.unit)
+        if predecessor is not None:
+            predecessor.successor = job
+            job.waits_for_unit = True
+        self._last_of_unit[job.unit] = job
+        if job.after is not None:
+            job.waits_for_data = True
+            self._arrivals.put(job)
+        self._make_ready_if_it_is(job)
+
+    def _make_ready_if_it_is(self, job: _Job) -> None:
+        """Under the lock. BLOCKED -> READY when nothing is left to wait for."""
+        assert job.state is _State.BLOCKED, job.state
+        if not job.waits_for_data and not job.waits_for_unit:
+            job.state = _State.READY
+            heapq.heappush(self._ready, job)
+            self._work.notify(min(len(job.pieces), self.threads))
+
+    def _wait_for_arrivals(self) -> None:
+        """The arrivals thread."""
+        while (job := self._arrivals.get()) is not None:
+            self._wait_for_arrival(job)
+
+    def _wait_for_arrival(self, job: _Job) -> None:
+        after = job.after
+        if after is None:  # the job has ended already, because its unit failed
+            return
+        error = _error_of(after)
+        with self._lock:
+            if job.state is _State.ENDED:
+                return
+            if error is None:
+                job.waits_for_data = False
+                self._make_ready_if_it_is(job)
+                return
+            if job.waits_for_unit:  # threads still work on the unit; the end of that work ends this job too
+                job.error = error
+                return
+        self._end(job, None, error)
+
+    def _work_on_pieces(self) -> None:
+        """A worker thread."""
+        while (work := self._take_piece()) is not None:
+            job, piece = work
+            error = _error_of(job.run_piece, *piece)
+            self._piece_ended(job, error)
+
+    def _take_piece(self) -> tuple[_Job, tuple[int, int]] | None:
+        """Waits for a piece of the earliest ready job. None when the updater is closed and all work has ended."""
+        with self._work:
+            while True:
+                while self._ready and self._ready[0].exhausted:
+                    heapq.heappop(self._ready)
+                if self._ready:
+                    job = self._ready[0]
+                    piece = job.pieces[job.handed_out]
+                    job.handed_out += 1
+                    job.running += 1
+                    return job, piece
+                if self._closing and self._jobs_open == 0:
+                    return None
+                self._work.wait()
+
+    def _piece_ended(self, job: _Job, error: BaseException | None) -> None:
+        with self._lock:
+            job.running -= 1
+            if job.error is None:
+                job.error = error
+            if job.running or not job.exhausted:
+                return
+        # No thread works on the job any more, and none will: this one, and only this one, ends it.
+        result: list[Any] = []
+        error = job.error
+        if error is None:
+            error = _error_of(lambda: result.append(job.finish()))
+        self._end(job, result[0] if result else None, error)
+
+    def _end(self, job: _Job, result: Any, error: BaseException | None) -> None:
+        """-> ENDED, for the job and, if it failed, for all later jobs of its unit; see [Note: failed units]."""
+        with self._lock:
+            ended = [(job.future, error)]
+            following = job.retire()
+            while following is not None:
+                if error is None:
+                    error = following.error
+                if error is None:
+                    following.waits_for_unit = False
+                    self._make_ready_if_it_is(following)
+                    break
+                ended.append((following.future, error))
+                following = following.retire()
+            else:
+                del self._last_of_unit[job.unit]
+            if error is not None:
+                self._failed_units[job.unit] = error
+                if self._first_error is None:
+                    self._first_error = error
+            self._jobs_open -= len(ended)
+            if self._jobs_open == 0 and self._closing:
+                self._work.notify_all()
+        # Outside the lock, because a future calls back whoever asked it to.
+        for future, failure in ended:
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+
+
+def cut_pieces(numel: int, threads: int) -> list[tuple[int, int]]:
+    """Cuts [0, numel) into one piece per thread, or more where these would be too long (`PIECE_MOST`)."""
+    share = -(-numel // threads)
+    length = max(min(-(-share // PIECE_ALIGN) * PIECE_ALIGN, PIECE_MOST), PIECE_ALIGN)
+    return [(start, min(start + length, numel)) for start in range(0, numel, length)]
+
+
+def _check_dtypes(unit: str, planes: Planes, grad: Tensor) -> None:
+    master = (torch.float32, None) if planes.lo is None else (torch.bfloat16, torch.int16)
+    assert (planes.hi.dtype, planes.lo.dtype if planes.lo is not None else None) == master, (unit, planes.hi.dtype)
+    assert planes.m.dtype == planes.v.dtype == torch.float32, (unit, planes.m.dtype, planes.v.dtype)
+    assert grad.dtype in (torch.bfloat16, torch.float32), (unit, grad.dtype)
+
+
+def _error_of(call: Callable[..., object], *args: Any) -> BaseException | None:
+    """Calls, and gives back what was raised: whoever waits on the future gets it, whatever it is."""
+    try:
+        call(*args)
+    except BaseException as error:  # noqa: BLE001
+        return error
+    return None
+
+
+def _nothing(*_: Any) -> None:
+    """What is left of a job's calls when it has ended."""

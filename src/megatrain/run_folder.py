@@ -1,0 +1,126 @@
+"""The folder of a run: what lies where, who may write there, and where a run goes on.
+
+    config.yaml              the whole config, defaults filled in
+    metrics.jsonl            one record per step (metrics/record.py)
+    log.txt, loss.png        for people
+    checkpoints/step_000100/ complete checkpoints (checkpoint/)
+    checkpoints/latest       name of the newest one, written after it is complete
+
+A folder that holds anything is never started in again: a run goes on there (resume), or chooses another place. Nothing is
+removed except checkpoints that this run wrote, and those only when a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from megatrain.checkpoint.reader import is_complete
+from megatrain.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+
+
+class RunFolder:
+    """Paths of a run's folder. Making one touches nothing; `create` does."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.plot = self.path / "loss.png"
+        self.checkpoints = self.path / "checkpoints"
+
+    def create(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot be made: {error.strerror}", str(self.path), "set run.dir to another place"
+            ) from None
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def resume_point(self, resume: str | None) -> Path | None:
+        """The checkpoint that the run starts from; None for a run from the beginning.
+
+        Args:
+            resume: None: the folder must be empty or missing. "auto": the newest complete checkpoint if there is one,
+                else from the beginning. "latest": the newest complete checkpoint. Anything else: a checkpoint's path.
+
+        Raises:
+            UserError: The folder is not free, or there is nothing to resume from.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError("is a file, not a folder", str(self.path), "set run.dir to another place")
+        used = self.path.is_dir() and any(self.path.iterdir())
+        if resume is None:
+            if used:
+                raise UserError(
+                    "is not empty",
+                    f"run.dir {self.path}",
+                    "set run.dir to a new folder, or go on with the run in it: --resume auto",
+                )
+            return None
+        if used and not self.config.is_file():
+            raise UserError(
+                "holds files but no run (no config.yaml)", f"run.dir {self.path}", "set run.dir to a new folder"
+            )
+        if resume in ("auto", "latest"):
+            newest = self.newest_checkpoint()
+            if newest is None and resume == "latest":
+                raise UserError(
+                    "there is no complete checkpoint to resume from",
+                    str(self.checkpoints),
+                    "start anew: leave --resume out, or use --resume auto",
+                )
+            return newest
+        return self._chosen(Path(resume), used)
+
+    def _chosen(self, chosen: Path, used: bool) -> Path:
+        if not is_complete(chosen):
+            there = "is not a complete checkpoint" if chosen.is_dir() else "no such checkpoint folder"
+            raise UserError(there, f"--resume {chosen}", "give a folder like RUN/checkpoints/step_000100")
+        if used and chosen.resolve().parent != self.checkpoints.resolve():
+            raise UserError(
+                f"holds another run than {chosen}",
+                f"run.dir {self.path}",
+                "set run.dir to a new folder, which then goes on from that checkpoint",
+            )
+        return chosen
+
+    def newest_checkpoint(self) -> Path | None:
+        """The complete checkpoint of the highest step. What is ignored is said."""
+        for path in reversed(self._step_folders()):
+            if is_complete(path):
+                return path
+            logger.warning("%s is not complete and is ignored", path)
+        return None
+
+    def mark_latest(self, path: Path) -> None:
+        """Call when `path` is complete."""
+        temporary = self.checkpoints / "latest.new"
+        temporary.write_text(path.name + "\n", encoding="utf-8")
+        temporary.replace(self.checkpoints / "latest")
+
+    def remove_old_checkpoints(self, keep: int | None) -> None:
+        """Remove all but the newest `keep` complete checkpoints; None keeps all. Incomplete ones are not counted."""
+        if keep is None:
+            return
+        complete = [path for path in self._step_folders() if is_complete(path)]
+        for path in complete[:-keep]:
+            shutil.rmtree(path)
+            logger.info("removed %s (checkpoint.keep: %d)", path, keep)
+
+    def _step_folders(self) -> list[Path]:
+        if not self.checkpoints.is_dir():
+            return []
+        found = [
+            (int(match[1]), path) for path in self.checkpoints.iterdir() if (match := _STEP_NAME.fullmatch(path.name))
+        ]
+        return [path for _, path in sorted(found) if path.is_dir()]

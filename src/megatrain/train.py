@@ -1,0 +1,352 @@
+"""`train`: a run from its config to its last checkpoint.
+
+    prepare (check.py)  -->  run folder  -->  engine  -->  loop: batch, step, record, [evaluate], [checkpoint]
+
+[Note: what a step number means]
+Step n is the n-th optimizer step of the run, 1 the first. Its batch is `loader.batch(n - 1)` and its learning rate
+`schedule(n - 1)`, both pure functions of the number: a run that is resumed after step n goes on exactly where it was.
+A step that is skipped (not finite, or without target tokens) still has its number.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from megatrain.check import Prepared, make_engine, prepare
+from megatrain.config.load import dump_config
+from megatrain.config.schema import RunConfig
+from megatrain.errors import MegatrainError, NumericStop, UserError
+from megatrain.evaluate import EvalSummary, evaluate
+from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.metrics.plot import LossPlot
+from megatrain.metrics.record import MetricsWriter, StepRecord
+from megatrain.run_folder import RunFolder
+from megatrain.stop import StopSignals
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.data.loader import StepLoader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What a run came to.
+
+    Attributes:
+        folder: The run's folder.
+        step: The last step.
+        total_steps: What the schedule asked for.
+        first_loss, last_loss: Training loss of the run's first and last step that had one.
+        val_loss: The newest validation loss.
+        checkpoint: The newest checkpoint.
+        stopped_by: The signal that ended the run early; None if it went to its end.
+    """
+
+    folder: Path
+    step: int
+    total_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    val_loss: float | None
+    checkpoint: Path | None
+    stopped_by: str | None
+
+
+def train(run: RunConfig, *, resume: str | None = None, engine: Any = None) -> TrainSummary:
+    """Train as the config says.
+
+    Args:
+        run: The config; see `load_config`.
+        resume: None starts anew, in an empty or missing folder. "auto", "latest" or a checkpoint's path go on.
+        engine: Use this engine instead of making one from `run`; it is not closed.
+
+    Raises:
+        UserError: Something given is wrong; all problems at once, before anything is loaded or written.
+        PlanRefused: The run does not fit the machine.
+        NumericStop: `run.max_bad_steps` steps in a row were not finite.
+        KeyboardInterrupt: A second SIGINT or SIGTERM.
+    """
+    quiet_libraries()
+    with StopSignals() as stop, RunLogger() as log:
+        folder = RunFolder(run.run.dir)
+        start_from = folder.resume_point(resume)
+        prepared = prepare(run, resume=resume, log=log.info)
+        folder.create()
+        log.open_folder(folder.path)
+        with _errors_into_log(log), _engine_for(prepared, engine) as running:
+            return _Loop(prepared, running, folder, log, stop, start_from).run()
+
+
+@contextmanager
+def _errors_into_log(log: RunLogger) -> Iterator[None]:
+    """What ends a run is in its log too, with the traceback if nobody expected it."""
+    try:
+        yield
+    except MegatrainError as error:
+        log.to_file(f"error: {error}")
+        raise
+    except BaseException as error:
+        log.to_file(f"error: {type(error).__name__}: {error}", error)
+        raise
+
+
+@contextmanager
+def _engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
+    if given is not None:
+        yield given
+        return
+    engine = make_engine(prepared.run, prepared.model_folder)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class _Loop:
+    """The steps of one process of a run."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        engine: Any,
+        folder: RunFolder,
+        log: RunLogger,
+        stop: StopSignals,
+        start_from: Path | None,
+    ):
+        self.run_config, self.engine, self.folder = prepared.run, engine, folder
+        self.log, self.stop = log, stop
+        self.loader, self.val = prepared.loader, prepared.val
+        self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
+        self.step = self._restore(start_from, prepared.fingerprint)
+        self.saved_step = self.step
+        self.checkpoint = start_from
+        self.extra_fingerprint = prepared.fingerprint
+        self.bad_in_a_row = 0
+        self.process = psutil.Process()
+
+    def run(self) -> TrainSummary:
+        config = self.run_config
+        _replace_text(self.folder.config, dump_config(config))
+        plot = LossPlot(self.folder.plot, title=self.folder.path.name)
+        with MetricsWriter(self.folder.metrics, self.step) as metrics:
+            if metrics.dropped:
+                self.log.info(
+                    f"metrics.jsonl: {metrics.dropped} records after step {self.step} removed; they come again"
+                )
+            self.history = metrics.history
+            self.started_s = time.perf_counter()
+            try:
+                self._steps(metrics, plot)
+            finally:
+                if self.history:
+                    plot.draw(self.history)
+        if self.stop:
+            self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
+        if config.checkpoint.at_end or self.stop:
+            self._save()
+        return self._summary()
+
+    def _steps(self, metrics: MetricsWriter, plot: LossPlot) -> None:
+        config = self.run_config
+        if self.step == 0 and config.eval.at_start and not self.stop:
+            self._record(metrics, self._with_validation(self._before_first_step()))
+        with _Prefetcher(self.loader, self.step, self.total_steps) as batches:
+            while self.step < self.total_steps and not self.stop:
+                self.step += 1
+                record = self._train_one(batches)
+                self.log.step(record, self.total_steps)
+                last = self.step == self.total_steps
+                if _due(config.eval.every_steps, self.step) or (last and config.eval.at_end):
+                    record = self._with_validation(record)
+                self._record(metrics, record)
+                plot.update(self.history)
+                self._stop_if_bad(record)
+                if _due(config.checkpoint.every_steps, self.step):
+                    self._save()
+
+    def _train_one(self, batches: _Prefetcher) -> StepRecord:
+        """One optimizer step; see [Note: what a step number means]."""
+        start = time.perf_counter()
+        batch, row_numbers = batches.next()
+        data_wait_s = time.perf_counter() - start
+        learning_rate = self.learning_rate_at(self.step - 1)
+        result = self.engine.train_step(batch, learning_rate=learning_rate)
+        step_s = time.perf_counter() - start
+
+        skipped, rows = result.skipped, self.loader.rows
+        # padding is computed too, but it would make a speed out of nothing
+        processed = sum(group.row_length(own) for group, own in map(rows.locate, row_numbers))
+        if result.tokens == 0:
+            places = ", ".join(place for row in row_numbers for place in rows.places(row))
+            self.log.warning(f"step {self.step}: no target token in its samples, nothing was changed: {places}")
+        before = self.history[-1].skipped_steps if self.history else 0
+        return StepRecord(
+            step=self.step,
+            epoch=self.step / self.loader.steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            rows=len(row_numbers),
+            processed_tokens=processed,
+            trained_tokens=result.tokens,
+            step_s=step_s,
+            data_wait_s=data_wait_s,
+            split_s=dict(result.seconds),
+            processed_tokens_per_s=processed / step_s,
+            trained_tokens_per_s=result.tokens / step_s,
+            skipped=skipped,
+            skipped_steps=before + bool(skipped),
+            **self._now(),
+        )
+
+    def _before_first_step(self) -> StepRecord:
+        return StepRecord(
+            step=0,
+            epoch=0.0,
+            loss=None,
+            grad_norm=None,
+            learning_rate=0.0,
+            rows=0,
+            processed_tokens=0,
+            trained_tokens=0,
+            step_s=0.0,
+            data_wait_s=0.0,
+            processed_tokens_per_s=0.0,
+            trained_tokens_per_s=0.0,
+            **self._now(),
+        )
+
+    def _now(self) -> dict[str, Any]:
+        memory = self.engine.memory()
+        return {
+            "elapsed_s": time.perf_counter() - self.started_s,
+            "unix_time_s": time.time(),
+            "host_rss_bytes": self.process.memory_info().rss,
+            "device_peak_bytes": memory.get("device_peak"),
+        }
+
+    def _with_validation(self, record: StepRecord) -> StepRecord:
+        if self.val is None:
+            return record
+        found: EvalSummary | None = evaluate(
+            self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=lambda: bool(self.stop)
+        )
+        if found is None:
+            self.log.info(f"step {record.step}: evaluation left unfinished because of {self.stop.requested}")
+            return record
+        record = replace(record, val_loss=found.loss, val_tokens=found.tokens, val_s=found.seconds)
+        self.log.validation(record)
+        return record
+
+    def _record(self, metrics: MetricsWriter, record: StepRecord) -> None:
+        self.history.append(record)
+        metrics.write(record)
+
+    def _stop_if_bad(self, record: StepRecord) -> None:
+        not_finite = record.skipped is not None and record.trained_tokens > 0
+        self.bad_in_a_row = self.bad_in_a_row + 1 if not_finite else 0
+        if self.bad_in_a_row >= self.run_config.run.max_bad_steps:
+            raise NumericStop(
+                f"{self.bad_in_a_row} steps in a row were skipped, the last because of: {record.skipped}\n"
+                f"  -> the weights are those of step {self.step - self.bad_in_a_row}; lower optim.learning_rate, look at the "
+                f"data, and go on from {self.checkpoint or 'the start'} with --resume (run.max_bad_steps sets the limit)"
+            )
+
+    def _restore(self, start_from: Path | None, fingerprint: dict[str, Any]) -> int:
+        if start_from is None:
+            return 0
+        extra = self.engine.load(start_from)
+        if "step" not in extra:
+            raise UserError("was not written by `megatrain train`", str(start_from), "load it with HostEngine.load")
+        then = extra.get("data", {})
+        changed = [name for name, value in fingerprint.items() if then.get(name) != value]
+        if changed:
+            self.log.warning(
+                f"{', '.join(f'{name} was {then.get(name)} and is {fingerprint[name]}' for name in changed)}: the order of "
+                "the data is another one, so that rows already seen may come again"
+            )
+        self.log.info(f"resumed from {start_from} after step {extra['step']}")
+        return int(extra["step"])
+
+    def _save(self) -> None:
+        if self.step == self.saved_step:
+            return
+        start = time.perf_counter()
+        target = self.folder.checkpoint(self.step)
+        self.engine.save(target, extra={"step": self.step, "data": self.extra_fingerprint})
+        self.folder.mark_latest(target)
+        self.saved_step, self.checkpoint = self.step, target
+        self.log.info(f"step {self.step}: saved {target} in {time.perf_counter() - start:.1f} s")
+        self.folder.remove_old_checkpoints(self.run_config.checkpoint.keep)
+
+    def _summary(self) -> TrainSummary:
+        losses = [record.loss for record in self.history if record.loss is not None]
+        val_losses = [record.val_loss for record in self.history if record.val_loss is not None]
+        return TrainSummary(
+            folder=self.folder.path,
+            step=self.step,
+            total_steps=self.total_steps,
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            val_loss=val_losses[-1] if val_losses else None,
+            checkpoint=self.checkpoint,
+            stopped_by=self.stop.requested,
+        )
+
+
+class _Prefetcher:
+    """Batches in the order of the steps, each made by a thread while the step before it is computed.
+
+    An error of the thread is raised by the `next` that would have returned its batch.
+    """
+
+    def __init__(self, loader: StepLoader, first: int, end: int):
+        self._loader, self._position, self._end = loader, first, end
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: Future[tuple[dict[str, torch.Tensor], list[int]]] | None = None
+
+    def __enter__(self) -> _Prefetcher:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def next(self) -> tuple[dict[str, torch.Tensor], list[int]]:
+        """The next step's batch and the numbers of its rows."""
+        assert self._ahead is not None, f"there is no batch {self._position} of {self._end}"
+        made = self._ahead.result()
+        self._position += 1
+        self._start()
+        return made
+
+    def _start(self) -> None:
+        more = self._position < self._end
+        self._ahead = self._pool.submit(self._make, self._position) if more else None
+
+    def _make(self, position: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+        # both calls here: the loader keeps the order of the latest epoch asked for, so only one thread may ask
+        return self._loader.batch(position), self._loader.rows_of(position).tolist()
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,106 @@
+"""Hyper-parameters are checked when they are given, and reach the parameters that they are meant for."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megatrain.errors import UserError
+from megatrain.optim.adamw import AdamW, ParamGroup, Segment, StepCoefficients, segments_of, unmatched_groups
+
+LAYER = [
+    ("model.layers.0.self_attn.q_proj.weight", (8, 8), 0, 64),
+    ("model.layers.0.self_attn.q_proj.bias", (8,), 64, 8),
+    ("model.layers.0.input_layernorm.weight", (8,), 128, 8),
+    ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 8), 192, 64),
+    ("model.layers.0.mlp.router.weight", (2, 8), 256, 16),
+]
+
+
+def test_norms_and_biases_are_not_decayed_by_default() -> None:
+    segments = segments_of(LAYER, AdamW(weight_decay=0.1))
+    assert segments == (Segment(0, 64, 0.1, 1.0), Segment(64, 192, 0.0, 1.0), Segment(192, 272, 0.1, 1.0))
+
+
+def test_segments_cover_every_element_once_with_padding_behind_its_tensor() -> None:
+    segments = segments_of(LAYER, AdamW(groups=(ParamGroup("bias", lr_scale=2.0), ParamGroup("router", 0.0))))
+    assert [(s.start, s.end) for s in segments] == [(0, 64), (64, 128), (128, 192), (192, 256), (256, 272)]
+
+
+def test_the_first_group_that_matches_the_full_name_holds() -> None:
+    optim = AdamW(
+        weight_decay=0.1,
+        groups=(
+            ParamGroup(r"layers\.0\..*layernorm", weight_decay=0.5),
+            ParamGroup(r"layernorm|q_proj", lr_scale=0.1),
+            ParamGroup(r"router", weight_decay=0.0, lr_scale=0.0),
+        ),
+    )
+    assert segments_of(LAYER, optim) == (
+        Segment(0, 64, 0.1, 0.1),  # keeps the decay of a matrix
+        Segment(64, 128, 0.0, 0.1),  # keeps the decay of a bias
+        Segment(128, 192, 0.5, 1.0),
+        Segment(192, 256, 0.1, 1.0),
+        Segment(256, 272, 0.0, 0.0),
+    )
+
+
+def test_a_group_without_parameters_is_found() -> None:
+    misspelt, hidden = ParamGroup("q_porj"), ParamGroup("q_proj.weight")
+    optim = AdamW(groups=(ParamGroup("q_proj"), misspelt, hidden, ParamGroup("router")))
+    assert unmatched_groups([name for name, *_ in LAYER], optim) == [misspelt, hidden]
+
+
+def test_overlapping_tensors_are_refused() -> None:
+    with pytest.raises(AssertionError, match="overlaps"):
+        segments_of([("a", (4, 4), 0, 16), ("b", (4, 4), 8, 16)], AdamW())
+
+
+def test_bad_hyper_parameters_are_all_named_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        AdamW(learning_rate=-1.0, betas=(0.9, 1.0), eps=0.0, weight_decay=math.nan, max_grad_norm=0.0)
+    for name in ("learning_rate = -1.0", r"betas[1] = 1.0", "eps = 0.0", "weight_decay = nan", "max_grad_norm = 0.0"):
+        assert name in str(error.value)
+    assert str(error.value).startswith("optim: ")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"learning_rate": "1e-5"},
+        {"learning_rate": math.inf},
+        {"learning_rate": True},
+        {"betas": (0.9, 0.99, 0.999)},
+        {"betas": (-0.1, 0.99)},
+        {"eps": 1e-40},  # nothing in fp32
+        {"weight_decay": -0.1},
+        {"max_grad_norm": -1.0},
+    ],
+)
+def test_each_bad_hyper_parameter_is_a_user_error(bad: dict) -> None:
+    with pytest.raises(UserError):
+        AdamW(**bad)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"pattern": "("}, {"pattern": "a", "weight_decay": -1.0}, {"pattern": "a", "lr_scale": -1.0}]
+)
+def test_each_bad_group_is_a_user_error_that_names_it(bad: dict) -> None:
+    with pytest.raises(UserError, match=r"optim\.groups"):
+        ParamGroup(**bad)
+
+
+def test_zero_rate_no_decay_and_no_clipping_are_allowed() -> None:
+    AdamW(learning_rate=0, betas=(0.0, 0.0), weight_decay=0, max_grad_norm=None)
+
+
+def test_coefficients_are_taken_in_float64_and_rounded_once() -> None:
+    optim = AdamW(learning_rate=3e-5, betas=(0.9, 0.95), weight_decay=0.1)
+    scalars = StepCoefficients.of(optim, step=3, gradient_scale=0.25).scalars(Segment(0, 1, 0.1, 0.5))
+    assert all(isinstance(scalar, np.float32) for scalar in scalars)
+    assert scalars.decay == np.float32(1 - 1.5e-5 * 0.1)
+    assert scalars.step_size == np.float32(1.5e-5 / (1 - 0.9**3))
+    assert scalars.bias_correction2_sqrt == np.float32(math.sqrt(1 - 0.95**3))
+    assert scalars.one_minus_beta2 == np.float32(1 - 0.95)
+    assert scalars.gradient_scale == 0.25
+    assert StepCoefficients.of(optim, 1, learning_rate=1.0).learning_rate == 1.0

@@ -1,0 +1,36 @@
+"""The public face of the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import megatrain as mt
+
+
+def test_importing_the_package_and_asking_for_help_imports_no_torch() -> None:
+    code = "import sys, megatrain, megatrain.cli; megatrain.cli._parser(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", mt.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(mt, name) is not None
+    assert name in dir(mt)
+
+
+def test_functions_stay_functions_after_their_modules_were_imported() -> None:
+    import megatrain.check
+    import megatrain.evaluate
+    import megatrain.train
+
+    assert callable(megatrain.train)
+    assert callable(megatrain.check)
+    assert callable(megatrain.evaluate)
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        mt.trian  # noqa: B018

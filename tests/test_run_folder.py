@@ -1,0 +1,98 @@
+"""The run's folder: who may start there, where a run goes on, and what is removed (CASES 23, 24, 36)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain import run_folder
+from megatrain.errors import UserError
+from megatrain.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def complete_means_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "is_complete", lambda path: (path / "done").is_file())
+
+
+def make(folder: Path, *steps: int, complete: bool = True) -> RunFolder:
+    run = RunFolder(folder)
+    run.create()
+    run.config.write_text("model: {}\n")
+    for step in steps:
+        run.checkpoint(step).mkdir()
+        if complete:
+            (run.checkpoint(step) / "done").touch()
+    return run
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_new_run_takes_an_empty_or_missing_folder(tmp_path: Path, exists: bool) -> None:
+    folder = tmp_path / "run"
+    if exists:
+        folder.mkdir()
+    assert RunFolder(folder).resume_point(None) is None
+    assert RunFolder(folder).resume_point("auto") is None
+    assert folder.exists() == exists
+
+
+def test_a_folder_with_anything_in_it_is_not_started_in(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for resume, message in ((None, "is not empty"), ("auto", "holds files but no run")):
+        with pytest.raises(UserError, match=message):
+            RunFolder(tmp_path).resume_point(resume)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(UserError, match="--resume auto"):
+        make(tmp_path / "run", 1).resume_point(None)
+    with pytest.raises(UserError, match="is a file"):
+        RunFolder(tmp_path / "thesis.tex").resume_point(None)
+
+
+def test_resume_takes_the_newest_complete_checkpoint_and_says_what_it_ignores(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make(tmp_path / "run", 5, 900_000, 1_000_000)
+    make(run.path, 1_000_005, complete=False)
+    (run.checkpoints / "step_2000000.tmp").mkdir()
+    for resume in ("auto", "latest"):
+        assert run.resume_point(resume) == run.checkpoint(1_000_000)
+    assert "step_1000005 is not complete and is ignored" in caplog.text
+
+
+def test_without_a_complete_checkpoint_auto_starts_and_latest_fails(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 5, complete=False)
+    assert run.resume_point("auto") is None
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        run.resume_point("latest")
+
+
+def test_resume_from_a_path(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 5, 10)
+    other = make(tmp_path / "other", 7)
+    assert run.resume_point(str(run.checkpoint(5))) == run.checkpoint(5)
+    assert RunFolder(tmp_path / "third").resume_point(str(other.checkpoint(7))) == other.checkpoint(7)
+    with pytest.raises(UserError, match="holds another run"):
+        run.resume_point(str(other.checkpoint(7)))
+    with pytest.raises(UserError, match="no such checkpoint"):
+        run.resume_point(str(run.checkpoint(6)))
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        run.resume_point(str(run.path))
+
+
+def test_old_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 1, 2, 3)
+    make(run.path, 4, complete=False)
+    (run.checkpoints / "my_favourite").mkdir()
+    run.remove_old_checkpoints(None)
+    assert len(list(run.checkpoints.iterdir())) == 5
+    run.remove_old_checkpoints(2)
+    left = {path.name for path in run.checkpoints.iterdir()}
+    assert left == {"step_000002", "step_000003", "step_000004", "my_favourite"}
+
+
+def test_latest_names_the_newest(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 1, 2)
+    for step in (1, 2):
+        run.mark_latest(run.checkpoint(step))
+        assert (run.checkpoints / "latest").read_text() == f"step_{step:06d}\n"
