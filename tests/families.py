@@ -492,6 +492,9 @@ def _roughen(model: PreTrainedModel, idle_expert: bool) -> None:
             tensor += 0.1 * torch.randn_like(tensor)
         if name.endswith("A_log"):
             tensor -= 2.0  # slow decay: the state of a token still counts at the end of a short row
+        if tensor.shape[:1] == (VOCAB,) and tensor.ndim == 2:
+            # A padding row of zeros has no direction: families that divide by a magnitude make NaN of its gradient.
+            tensor[PAD] = 0.1 * torch.randn_like(tensor[PAD])
         if idle_expert and name.endswith(ROUTER_BIASES):
             tensor[..., 0] = -30.0
 

@@ -88,18 +88,35 @@ def test_no_space_is_known_before_the_start(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_host_memory_is_bounded_by_the_cap_and_by_container_limits(tmp_path: Path) -> None:
+def test_host_memory_is_bounded_by_the_cap(tmp_path: Path) -> None:
     plain = ledger.host_available_bytes(cgroup_root=tmp_path)
     assert plain == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    assert ledger.host_available_bytes(0.5, tmp_path) == GIB // 2
-    for folder, limit, used in (
-        (tmp_path, "memory.max", "memory.current"),
-        (tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        folder.mkdir(exist_ok=True)
-        (folder / limit).write_text("max\n")
-        assert ledger.host_available_bytes(cgroup_root=tmp_path) > 4 * GIB // 10
-        (folder / limit).write_text("2000000\n")
-        (folder / used).write_text("1500000\n")
-        (folder / "memory.stat").write_text("active_file 5\ninactive_file 100000\n")
-    assert ledger.host_available_bytes(cgroup_root=tmp_path) == 600_000
+    assert ledger.host_available_bytes(0.5, cgroup_root=tmp_path) == GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("membership", "base", "limit", "used"),
+    [
+        ("0::/jobs/one\n", "", "memory.max", "memory.current"),
+        ("3:cpu:/\n4:memory,hugetlb:/jobs/one\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_host_memory_is_bounded_by_every_group_above_the_process(
+    tmp_path: Path, membership: str, base: str, limit: str, used: str
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    inner = tmp_path / base / "jobs" / "one"
+    inner.mkdir(parents=True)
+
+    def available() -> int:
+        return ledger.host_available_bytes(cgroup_root=tmp_path, membership=tmp_path / "membership")
+
+    (inner / limit).write_text("max\n")
+    assert available() > 2_000_000
+    (inner.parent / limit).write_text("2000000\n")
+    (inner.parent / used).write_text("1500000\n")
+    (inner.parent / "memory.stat").write_text("active_file 5\ninactive_file 100000\n")
+    assert available() == 600_000
+    (inner / limit).write_text("1000\n")
+    (inner / used).write_text("5000\n")
+    assert available() == 0

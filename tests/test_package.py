@@ -31,6 +31,10 @@ def test_functions_stay_functions_after_their_modules_were_imported() -> None:
     assert callable(megatrain.evaluate)
 
 
+def test_the_list_of_public_names_is_the_table_of_their_homes() -> None:
+    assert set(mt.__all__) == {*mt._HOME, "__version__"}
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         mt.trian  # noqa: B018

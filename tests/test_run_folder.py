@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import run_folder
+from megatrain.checkpoint.files import FolderWriter
+from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION
 from megatrain.errors import UserError
 from megatrain.run_folder import RunFolder
-
-
-@pytest.fixture(autouse=True)
-def complete_means_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "is_complete", lambda path: (path / "done").is_file())
 
 
 def make(folder: Path, *steps: int, complete: bool = True) -> RunFolder:
@@ -21,9 +17,11 @@ def make(folder: Path, *steps: int, complete: bool = True) -> RunFolder:
     run.create()
     run.config.write_text("model: {}\n")
     for step in steps:
-        run.checkpoint(step).mkdir()
         if complete:
-            (run.checkpoint(step) / "done").touch()
+            with FolderWriter(run.checkpoint(step)) as writer:
+                writer.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": step})
+        else:
+            run.checkpoint(step).mkdir()
     return run
 
 
@@ -54,10 +52,11 @@ def test_resume_takes_the_newest_complete_checkpoint_and_says_what_it_ignores(
 ) -> None:
     run = make(tmp_path / "run", 5, 900_000, 1_000_000)
     make(run.path, 1_000_005, complete=False)
-    (run.checkpoints / "step_2000000.tmp").mkdir()
+    (run.checkpoints / "step_2000000.tmp-1").mkdir()
     for resume in ("auto", "latest"):
         assert run.resume_point(resume) == run.checkpoint(1_000_000)
-    assert "step_1000005 is not complete and is ignored" in caplog.text
+    assert "step_1000005: is not a complete checkpoint" in caplog.text
+    assert "step_2000000.tmp-1" in caplog.text
 
 
 def test_without_a_complete_checkpoint_auto_starts_and_latest_fails(tmp_path: Path) -> None:
@@ -89,6 +88,17 @@ def test_old_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     run.remove_old_checkpoints(2)
     left = {path.name for path in run.checkpoints.iterdir()}
     assert left == {"step_000002", "step_000003", "step_000004", "my_favourite"}
+
+
+def test_checkpoints_of_an_abandoned_history_are_set_aside(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 5, 10)
+    make(run.path, 15, complete=False)
+    run.set_aside(after_step=5)
+    assert run.resume_point("latest") == run.checkpoint(5)
+    make(run.path, 10)
+    run.set_aside(after_step=5)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000005"]
+    assert {path.name for path in run.aside.iterdir()} == {"step_000010", "step_000010_2", "step_000015"}
 
 
 def test_latest_names_the_newest(tmp_path: Path) -> None:

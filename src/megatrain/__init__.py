@@ -48,7 +48,24 @@ _HOME = {
     "train": "megatrain.train",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "AdamW",
+    "EngineClosed",
+    "EvalResult",
+    "HostEngine",
+    "MegatrainError",
+    "NumericStop",
+    "ParamGroup",
+    "PlanRefused",
+    "RunConfig",
+    "StepResult",
+    "UserError",
+    "__version__",
+    "check",
+    "evaluate",
+    "load_config",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -139,19 +139,12 @@ def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -
     )
 
 
-def prepare_eval(run: RunConfig, *, model_folder: Path | None, log: Callable[[str], None]) -> tuple[Path, PackedRows]:
+def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, PackedRows]:
     """Check what an evaluation needs, and return the model's folder and the held-out rows.
-
-    Args:
-        model_folder: A folder to use instead of `model.path`.
 
     Raises:
         UserError, PlanRefused: All problems in one error.
     """
-    if model_folder is not None:
-        run = run.model_copy(
-            update={"model": run.model.model_copy(update={"path": str(model_folder), "init": "pretrained"})}
-        )
     problems, model, data = Problems(), None, None
     with problems.collect():
         if run.data.val is None:
@@ -192,7 +185,8 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         pin=run.memory.pin,
         weight_slots=run.memory.weight_slots,
         gradient_slabs=run.memory.gradient_slabs,
-        gradient_plane=run.memory.gradient_plane and for_training,
+        # fp16 refuses to do without the plane, although an evaluation never uses it
+        gradient_plane=run.memory.gradient_plane and (for_training or run.precision.compute_dtype == "fp16"),
         segment=run.activations.segment,
         chunk_rows=run.batch.chunk_rows,
         windows=run.batch.windows if for_training else 1,
@@ -292,7 +286,7 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
         torch.float32: "fp32",
     }
     log(
-        f"model {folder}: {type(model).__name__}, {structure.param_count / 1e6:,.1f} M parameters in {shape.layers} layers; "
+        f"model {folder}: {type(model).__name__}, {_count(structure.param_count)} parameters in {shape.layers} layers; "
         f"computes in {short[dtype]} on {device}, fp32 master weights and moments"
     )
     return _Model(
@@ -396,9 +390,16 @@ def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> 
 
 
 def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[str], None]) -> None:
-    one, count = ledger.checkpoint_bytes(model.shape, model.compute_dtype), ledger.checkpoints_at_once(run, total_steps)
-    log(f"disk: up to {count} checkpoints of {ledger.gib(one)} at once in {run.run.dir}")
+    one, count = ledger.checkpoint_bytes(model.shape), ledger.checkpoints_at_once(run, total_steps)
+    log(f"disk: {ledger.gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
     ledger.refuse_if_disk_too_small(run, one, count)
+
+
+def _count(number: int) -> str:
+    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= scale:
+            return f"{number / scale:.3g} {letter}"
+    return str(number)
 
 
 def _indented(text: str) -> str:

@@ -85,8 +85,11 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
         UserError: Something given is wrong; all problems at once.
     """
     quiet_libraries()
+    if checkpoint is not None:
+        model = run.model.model_copy(update={"path": str(checkpoint), "init": "pretrained"})
+        run = run.model_copy(update={"model": model})
     with RunLogger() as log:
-        folder, rows = prepare_eval(run, model_folder=checkpoint, log=log.info)
+        folder, rows = prepare_eval(run, log=log.info)
         with make_engine(run, folder, for_training=False) as engine:
             if checkpoint is not None and is_complete(checkpoint):
                 engine.load(checkpoint)

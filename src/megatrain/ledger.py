@@ -96,10 +96,9 @@ def _transport(run: RunConfig, compute_dtype: ComputeDtype) -> Literal["bf16", "
     return "fp32" if compute_dtype == "fp32" else "bf16"
 
 
-def checkpoint_bytes(shape: ModelShape, compute_dtype: ComputeDtype) -> int:
-    """Bytes of one checkpoint: bf16 weights that transformers loads, and the rest of the exact fp32 state."""
-    # bf16 compute: the hi plane is the weights file, beside lo (2), m and v (8). Otherwise the fp32 master comes on top.
-    return shape.params * (12 if compute_dtype == "bf16" else 14)
+def checkpoint_bytes(shape: ModelShape) -> int:
+    """Bytes of one checkpoint: bf16 weights that transformers loads (2 a parameter), lo (2), m (4) and v (4)."""
+    return 12 * shape.params
 
 
 def checkpoints_at_once(run: RunConfig, total_steps: int) -> int:
@@ -156,7 +155,7 @@ def refuse_if_disk_too_small(run: RunConfig, one_bytes: int, count: int) -> None
     free = shutil.disk_usage(place).free
     if count * one_bytes > free:
         raise UserError(
-            f"not enough space for {count} checkpoints of {gib(one_bytes)} (12 to 14 bytes a parameter); {gib(free)} free",
+            f"not enough space for {count} checkpoints of {gib(one_bytes)} (12 bytes a parameter); {gib(free)} free",
             str(place),
             "free some space, set run.dir to another disk, or keep fewer (checkpoint.keep, checkpoint.every_steps)",
         )
@@ -169,18 +168,28 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
-def host_available_bytes(cap_gib: float | Literal["auto"] = "auto", cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that this process can still take: the least of free memory, container limits and the user's cap."""
-    limits = [psutil.virtual_memory().available, *_cgroup_rest_bytes(cgroup_root)]
+def host_available_bytes(
+    cap_gib: float | Literal["auto"] = "auto",
+    *,
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Host memory that this process can still take: the least of free memory, container limits and the user's cap.
+
+    Args:
+        cap_gib: `memory.host_gib`.
+        cgroup_root, membership: Where the kernel tells of control groups; other places in tests.
+    """
+    limits = [psutil.virtual_memory().available, *_cgroup_rest_bytes(cgroup_root, _read(membership))]
     if cap_gib != "auto":
         limits.append(int(cap_gib * GIB))
     return min(limits)
 
 
-def _cgroup_rest_bytes(root: Path) -> list[int]:
-    """What the limits of this process's control groups leave, version 2 and 1; page cache that can go counts as free."""
+def _cgroup_rest_bytes(root: Path, membership: str) -> list[int]:
+    """What the limits of the control groups leave, of version 2 and 1; page cache that can go counts as free."""
     rest: list[int] = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             base, limit_name, used_name = root, "memory.max", "memory.current"

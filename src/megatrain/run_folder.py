@@ -5,6 +5,7 @@
     log.txt, loss.png        for people
     checkpoints/step_000100/ complete checkpoints (checkpoint/)
     checkpoints/latest       name of the newest one, written after it is complete
+    aside/                   checkpoints that a resume from an older one has made obsolete
 
 A folder that holds anything is never started in again: a run goes on there (resume), or chooses another place. Nothing is
 removed except checkpoints that this run wrote, and those only when a newer one is complete.
@@ -17,7 +18,7 @@ import re
 import shutil
 from pathlib import Path
 
-from megatrain.checkpoint.reader import is_complete
+from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.plot = self.path / "loss.png"
         self.checkpoints = self.path / "checkpoints"
+        self.aside = self.path / "aside"
 
     def create(self) -> None:
         try:
@@ -72,7 +74,7 @@ class RunFolder:
                 "holds files but no run (no config.yaml)", f"run.dir {self.path}", "set run.dir to a new folder"
             )
         if resume in ("auto", "latest"):
-            newest = self.newest_checkpoint()
+            newest = latest_complete(self.checkpoints)
             if newest is None and resume == "latest":
                 raise UserError(
                     "there is no complete checkpoint to resume from",
@@ -94,13 +96,14 @@ class RunFolder:
             )
         return chosen
 
-    def newest_checkpoint(self) -> Path | None:
-        """The complete checkpoint of the highest step. What is ignored is said."""
-        for path in reversed(self._step_folders()):
-            if is_complete(path):
-                return path
-            logger.warning("%s is not complete and is ignored", path)
-        return None
+    def set_aside(self, after_step: int) -> None:
+        """Move checkpoints of steps that this process will reach again out of the way: they are another history's."""
+        for path in self._step_folders():
+            if _step_of(path) > after_step:
+                self.aside.mkdir(exist_ok=True)
+                target = _free_name(self.aside / path.name)
+                path.rename(target)
+                logger.warning("%s is from before the run went back to step %d; moved to %s", path, after_step, target)
 
     def mark_latest(self, path: Path) -> None:
         """Call when `path` is complete."""
@@ -120,7 +123,19 @@ class RunFolder:
     def _step_folders(self) -> list[Path]:
         if not self.checkpoints.is_dir():
             return []
-        found = [
-            (int(match[1]), path) for path in self.checkpoints.iterdir() if (match := _STEP_NAME.fullmatch(path.name))
-        ]
-        return [path for _, path in sorted(found) if path.is_dir()]
+        found = [path for path in self.checkpoints.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def _free_name(path: Path) -> Path:
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}_{number}")
+    return free

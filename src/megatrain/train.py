@@ -140,6 +140,7 @@ class _Loop:
     def run(self) -> TrainSummary:
         config = self.run_config
         _replace_text(self.folder.config, dump_config(config))
+        self.folder.set_aside(after_step=self.step)
         plot = LossPlot(self.folder.plot, title=self.folder.path.name)
         with MetricsWriter(self.folder.metrics, self.step) as metrics:
             if metrics.dropped:
@@ -157,7 +158,10 @@ class _Loop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
         if config.checkpoint.at_end or self.stop:
             self._save()
-        return self._summary()
+        summary = self._summary()
+        if not self.stop:
+            self.log.info(_last_words(summary, self.folder))
+        return summary
 
     def _steps(self, metrics: MetricsWriter, plot: LossPlot) -> None:
         config = self.run_config
@@ -204,7 +208,7 @@ class _Loop:
             trained_tokens=result.tokens,
             step_s=step_s,
             data_wait_s=data_wait_s,
-            split_s=dict(result.seconds),
+            split_s={name: seconds for name, seconds in result.seconds.items() if name != "step"},
             processed_tokens_per_s=processed / step_s,
             trained_tokens_per_s=result.tokens / step_s,
             skipped=skipped,
@@ -340,6 +344,15 @@ class _Prefetcher:
     def _make(self, position: int) -> tuple[dict[str, torch.Tensor], list[int]]:
         # both calls here: the loader keeps the order of the latest epoch asked for, so only one thread may ask
         return self._loader.batch(position), self._loader.rows_of(position).tolist()
+
+
+def _last_words(summary: TrainSummary, folder: RunFolder) -> str:
+    fall = (
+        f"training loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if summary.first_loss is not None else ""
+    )
+    validation = f"validation loss {summary.val_loss:.4f}" if summary.val_loss is not None else ""
+    where = f"checkpoint {summary.checkpoint}, picture {folder.plot}"
+    return "; ".join(part for part in (f"{summary.step} steps done", fall, validation, where) if part)
 
 
 def _due(every: int | None, step: int) -> bool:

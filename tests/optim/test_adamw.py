@@ -97,7 +97,7 @@ def test_zero_rate_no_decay_and_no_clipping_are_allowed() -> None:
 def test_coefficients_are_taken_in_float64_and_rounded_once() -> None:
     optim = AdamW(learning_rate=3e-5, betas=(0.9, 0.95), weight_decay=0.1)
     scalars = StepCoefficients.of(optim, step=3, gradient_scale=0.25).scalars(Segment(0, 1, 0.1, 0.5))
-    assert all(isinstance(scalar, np.float32) for scalar in scalars)
+    assert {type(scalar) for scalar in scalars} == {np.float32}
     assert scalars.decay == np.float32(1 - 1.5e-5 * 0.1)
     assert scalars.step_size == np.float32(1.5e-5 / (1 - 0.9**3))
     assert scalars.bias_correction2_sqrt == np.float32(math.sqrt(1 - 0.95**3))

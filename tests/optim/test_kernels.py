@@ -101,7 +101,7 @@ def test_the_reference_works_in_blocks_of_bounded_size(monkeypatch) -> None:
 def test_kernel_on_the_host_and_reference_on_the_gpu_give_the_same_bits(split: bool, grad_dtype: torch.dtype) -> None:
     segments = [Segment(0, N, 0.1, 1.0)]
     planes = make_planes(wide_range(0), split)
-    resident = {name: None if plane is None else plane.cuda() for name, plane in planes.items()}
+    resident: dict[str, Any] = {name: None if plane is None else plane.cuda() for name, plane in planes.items()}
     for step in range(1, 6):
         grad = wide_range(step).to(grad_dtype)
         coefficients = StepCoefficients.of(AdamW(), step, learning_rate=1e-3, gradient_scale=0.37)

@@ -1,10 +1,11 @@
 """Files with checksums, and folders that appear whole or not at all.
 
 [Note: life of a checkpoint folder]
-A folder is written as `<name>.tmp-<pid>` with a marker file in it. Every file is checksummed while it is written and fsynced;
-then come the manifest, the removal of the marker, an fsync of the folder and the rename to `<name>`. So a folder under its own
-name is complete; anything else is either named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it. A writer that
-dies leaves only such a temporary folder, which the next writer in the same place removes once it sees that the process is gone.
+A folder is written as `<name>.tmp-<pid>` with a marker file in it that says which process writes. Every file is checksummed
+while it is written and fsynced; then come the manifest, an fsync of the folder, the rename to `<name>`, and last the removal of
+the marker. So a folder under its own name is complete; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no
+reader looks at it. A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once
+it sees that the process is gone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 
 from megatrain.errors import UserError
@@ -67,9 +69,9 @@ class FileRecord:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy. The view keeps no reference: hold on to the tensor."""
+    """The bytes of a contiguous CPU tensor, without a copy. The view keeps its memory alive."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_crc32(tensor: torch.Tensor) -> int:
@@ -116,8 +118,7 @@ class FolderWriter:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.target)
             self.temp.mkdir()
-            marker = {"host": socket.gethostname(), "pid": os.getpid()}
-            (self.temp / MARKER_FILE).write_text(json.dumps(marker), encoding="utf-8")
+            (self.temp / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
         except OSError as error:
             self._close_threads()
             raise _refused(error, self.target) from error
@@ -127,8 +128,12 @@ class FolderWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close_threads()
-        if not self._committed:
-            shutil.rmtree(self.temp, onerror=_warn_left)
+        if self._committed:
+            return
+        try:
+            shutil.rmtree(self.temp)
+        except OSError as problem:
+            logger.warning("could not remove %s: %s", self.temp, problem)
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a safetensors file from CPU tensors, straight from their memory where they are contiguous."""
@@ -164,7 +169,6 @@ class FolderWriter:
         self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
         self._wait_for_syncs(0)
         try:
-            (self.temp / MARKER_FILE).unlink()
             for folder in sorted({(self.temp / name).parent for name in self.records} | {self.temp}):
                 _sync_folder(folder)
             self.temp.rename(self.target)
@@ -172,6 +176,10 @@ class FolderWriter:
             _sync_folder(self.target.parent)
         except OSError as error:
             raise _refused(error, self.target) from error
+        try:
+            (self.target / MARKER_FILE).unlink()
+        except OSError as error:  # it says nothing beside a manifest
+            logger.warning("could not remove %s: %s", self.target / MARKER_FILE, error)
 
     def _file(self, name: str) -> _OpenFile:
         self._wait_for_syncs(UNSYNCED_FILES)
@@ -375,23 +383,28 @@ def _remove_leftovers(target: Path) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
     for folder in target.parent.iterdir():
-        match = re.search(r"\.tmp-(\d+)$", folder.name)
-        if match and folder.is_dir() and _is_dead(folder, int(match[1])):
+        if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
             shutil.rmtree(folder)
 
 
-def _is_dead(folder: Path, pid: int) -> bool:
-    """Whether a temporary folder is ours and its writer is gone. In doubt (another host) it is left alone."""
-    if (folder / MANIFEST_FILE).is_file() and not (folder / MARKER_FILE).exists():
-        host = socket.gethostname()  # died between the marker's removal and the rename
-    else:
-        try:
-            host = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))["host"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-    return host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists())
+def _writer_identity() -> dict[str, Any]:
+    """The start time tells a process from a later one with the same id."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def _warn_left(function: object, path: str, problem: object) -> None:
-    logger.warning("could not remove %s", path)
+def _is_dead(folder: Path, target: Path) -> bool:
+    """Whether a temporary folder is ours and its writer is gone. In doubt (another host, no marker) it is left alone."""
+    try:
+        writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
+        host, pid, started = writer["host"], writer["pid"], writer["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname():
+        return False
+    try:
+        alive = psutil.Process(pid).create_time() == started
+    except psutil.NoSuchProcess:
+        alive = False
+    # Our own failed attempt at this very target, whose removal failed too, is not in use either.
+    return not alive or (pid == os.getpid() and folder.name == f"{target.name}.tmp-{pid}")

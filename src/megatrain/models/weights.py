@@ -75,7 +75,7 @@ def load_weights(
             str(folder),
             "the download may be incomplete, or the folder holds the base model without its head",
         )
-    absent = buffers.keys() - filled
+    absent = (buffers.keys() & conversion.unit_of.keys()) - filled
     if absent:
         logger.warning("%s: buffers not in the files keep their initial values: %s", folder, _some(sorted(absent)))
         assert isinstance(structure.model, PreTrainedModel)

@@ -1,0 +1,217 @@
+"""Which tokens of a chat are trained, for the kinds of template that checkpoints have (cases 31 and 35)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_tokenizer as tiny
+from transformers import PreTrainedTokenizerFast
+
+from megatrain.data.encode import Encoder, NoTurnEnd
+from megatrain.data.formats import ChatSample
+from megatrain.data.rejects import SampleRejected
+from megatrain.data.render import ChatRenderer, Rendered, Span
+from megatrain.errors import UserError
+
+CHAT = [("user", "What is one?"), ("assistant", "A number."), ("user", "And two?"), ("assistant", " Also\n a number ")]
+
+
+def _sample(turns: list[tuple[str, str]], flags: list[bool | None] | None = None, **more: Any) -> ChatSample:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return ChatSample(messages, tuple(flags or [None] * len(turns)), **more)
+
+
+def _trained(
+    tokenizer: PreTrainedTokenizerFast, sample: ChatSample, train_on: str = "assistant"
+) -> list[tuple[list[int], np.ndarray]]:
+    """(ids, mask) of each text that the sample becomes."""
+    texts = ChatRenderer(tokenizer, None, train_on).render(sample)
+    results = Encoder(tokenizer).masked_ids(texts)
+    assert not any(isinstance(result, NoTurnEnd) for result in results)
+    return [(result[0].tolist(), result[1]) for result in results if not isinstance(result, NoTurnEnd)]
+
+
+def _trained_text(tokenizer: PreTrainedTokenizerFast, sample: ChatSample, train_on: str = "assistant") -> list[str]:
+    """The trained tokens of each text, runs separated by ` | `."""
+    texts = []
+    for ids, mask in _trained(tokenizer, sample, train_on):
+        borders = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+        runs = [tokenizer.decode(ids[begin:end]) for begin, end in zip(borders[::2], borders[1::2], strict=True)]
+        texts.append(" | ".join(runs))
+    return texts
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, tiny.CHATML_TAGGED, tiny.CHATML_TAGGED_SHORT])
+def test_answers_are_trained_with_the_token_that_ends_them_and_nothing_else_is(template: str) -> None:
+    """Case 31. Compared with the turns tokenised one by one, which special tokens at their borders make equal."""
+    tokenizer = tiny.make_tokenizer(template)
+    ((ids, mask),) = _trained(tokenizer, _sample(CHAT))
+    want_ids, want_mask = [], []
+    for role, content in CHAT:
+        for text, trained in (
+            (f"<|im_start|>{role}\n", False),
+            (f"{content}<|im_end|>", role == "assistant"),
+            ("\n", False),
+        ):
+            piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+            want_ids += piece
+            want_mask += [trained] * len(piece)
+    assert ids == want_ids
+    assert mask.tolist() == want_mask
+
+
+def test_ids_are_those_of_the_tokenizers_own_rendering() -> None:
+    for template in (tiny.CHATML, tiny.CHATML_TAGGED, tiny.HEADERS_WITH_BOS):
+        tokenizer = tiny.make_tokenizer(template, adds_bos=True)
+        sample = _sample(CHAT)
+        ((ids, _),) = _trained(tokenizer, sample)
+        assert ids == tokenizer.apply_chat_template(sample.messages, return_dict=True)["input_ids"]
+
+
+def test_bos_of_the_template_gets_no_second_one_from_the_tokenizer() -> None:
+    """Case 35."""
+    tokenizer = tiny.make_tokenizer(tiny.HEADERS_WITH_BOS, adds_bos=True)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    ((ids, mask),) = _trained(tokenizer, _sample(CHAT))
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert not mask[0]
+
+
+def test_eos_is_trained_although_it_is_the_padding_token() -> None:
+    """Case 31: masks go by position."""
+    tokenizer = tiny.make_tokenizer(tiny.CHATML, pad="<|im_end|>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    ((ids, mask),) = _trained(tokenizer, _sample(CHAT))
+    ends = np.flatnonzero(np.array(ids) == tokenizer.eos_token_id)
+    assert mask[ends].tolist() == [False, True, False, True]
+
+
+def test_last_assistant_and_flags_narrow_what_is_trained() -> None:
+    for template in (tiny.CHATML, tiny.CHATML_TAGGED):
+        tokenizer = tiny.make_tokenizer(template)
+        assert _trained_text(tokenizer, _sample(CHAT), "last_assistant") == [" Also\n a number <|im_end|>"]
+        assert _trained_text(tokenizer, _sample(CHAT, [None, None, None, False])) == ["A number.<|im_end|>"]
+        assert _trained_text(tokenizer, _sample(CHAT, [None, False, True, True])) == [" Also\n a number <|im_end|>"]
+        assert _trained_text(tokenizer, _sample(CHAT, answers_from=2)) == [" Also\n a number <|im_end|>"]
+        with pytest.raises(SampleRejected, match="flagged 0"):
+            _trained(tokenizer, _sample(CHAT, [None, False, None, False]))
+
+
+def test_all_trains_everything_but_messages_flagged_0() -> None:
+    tokenizer = tiny.make_tokenizer()
+    ((_, mask),) = _trained(tokenizer, _sample(CHAT), "all")
+    assert mask.all()
+    assert _trained_text(tokenizer, _sample(CHAT, [False, None, False, None]), "all") == [
+        "<|im_start|>assistant\nA number.<|im_end|>\n | <|im_start|>assistant\n Also\n a number <|im_end|>\n"
+    ]
+
+
+def test_rewritten_history_becomes_a_text_for_each_turn() -> None:
+    """Every answer is trained with its thoughts, behind the history as the model will see it."""
+    tokenizer = tiny.make_tokenizer(tiny.THINKING)
+    sample = _sample(CHAT)
+    sample.messages[1]["reasoning_content"] = "easy"
+    renderer = ChatRenderer(tokenizer, None, "assistant")
+    first, second = renderer.render(sample)
+    assert renderer.split == 1
+    assert first.text.endswith("<think>\neasy\n</think>\n\nA number.<|im_end|>\n")
+    assert "easy" not in second.text
+    assert _trained_text(tokenizer, sample) == [
+        "<think>\neasy\n</think>\n\nA number.<|im_end|>",
+        "<think>\n\n</think>\n\n Also\n a number <|im_end|>",
+    ]
+
+
+def test_turns_without_a_question_between_them_share_a_text() -> None:
+    """Thoughts stay within one answer's tool calls, so that nothing is rewritten there."""
+    tokenizer = tiny.make_tokenizer(tiny.THINKING)
+    sample = _sample([("user", "one?"), ("assistant", "call"), ("tool", "1"), ("assistant", "It is 1")])
+    assert len(_trained_text(tokenizer, sample)) == 1
+    assert _trained_text(tokenizer, sample)[0].count("<think>") == 2
+
+
+def test_a_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() -> None:
+    tokenizer = tiny.make_tokenizer(tiny.OPENED_THOUGHT)
+    renderer = ChatRenderer(tokenizer, None, "assistant")
+    assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
+    renderer.render(_sample(CHAT[:2]))
+    assert renderer.unlike_prompt == 1
+
+
+def test_a_template_without_a_generation_prompt_does_not_train_headers() -> None:
+    tokenizer = tiny.make_tokenizer(tiny.NO_GENERATION_PROMPT)
+    assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
+
+
+def test_a_template_that_marks_no_word_is_an_error_that_names_it() -> None:
+    """Case 31."""
+    tokenizer = tiny.make_tokenizer(tiny.CHATML_TAGGED_WRONG)
+    with pytest.raises(UserError, match="the chat template of tiny marks no token"):
+        _trained(tokenizer, _sample(CHAT))
+
+
+def test_a_turn_that_no_token_ends_is_noticed() -> None:
+    """Case 31."""
+    tokenizer = tiny.make_tokenizer(tiny.NO_TURN_END)
+    texts = ChatRenderer(tokenizer, None, "assistant").render(_sample(CHAT))
+    assert isinstance(Encoder(tokenizer).masked_ids(texts)[0], NoTurnEnd)
+
+
+def test_a_template_that_renders_turns_unlike_their_prompts_is_an_error_that_names_it() -> None:
+    template = "{{ messages | length }}" + tiny.CHATML
+    with pytest.raises(UserError, match="the chat template of tiny renders an assistant message differently"):
+        _trained(tiny.make_tokenizer(template), _sample(CHAT))
+
+
+def test_no_template_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(UserError, match=r"tiny has no chat template.*\n  -> give a file with a jinja template"):
+        ChatRenderer(tiny.make_tokenizer(None), None, "assistant").render(_sample(CHAT))
+
+
+def test_a_template_file_replaces_the_tokenizers(tmp_path: Any) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(tiny.CHATML)
+    renderer = ChatRenderer(tiny.make_tokenizer(None), str(file), "assistant")
+    assert renderer.render(_sample(CHAT[:2]))[0].text.startswith("<|im_start|>user\n")
+    file.write_text("{% for m in messages %}{{ m.content }}")
+    with pytest.raises(UserError, match="not valid jinja"):
+        ChatRenderer(tiny.make_tokenizer(None), str(file), "assistant").render(_sample(CHAT))
+    with pytest.raises(UserError, match=r"gone.jinja does not exist"):
+        ChatRenderer(tiny.make_tokenizer(None), str(tmp_path / "gone.jinja"), "assistant")
+
+
+def test_what_the_template_refuses_is_rejected_with_its_words() -> None:
+    tokenizer = tiny.make_tokenizer(tiny.ALTERNATING)
+    with pytest.raises(SampleRejected, match=r"the chat template refuses it \(Conversation roles must alternate"):
+        _trained(tokenizer, _sample([("user", "a"), ("user", "b"), ("assistant", "c")]))
+
+
+def test_a_token_across_the_border_of_prompt_and_answer_is_the_prompts() -> None:
+    """The prompt ends in a blank that the tokenizer joins with the answer's first word."""
+    tokenizer = tiny.make_tokenizer()
+    encoder = Encoder(tokenizer)
+    text = "user: the answer<|im_end|>"
+    begin = text.index(" answer") + 3  # inside a word
+    ((ids, mask),) = [r for r in encoder.masked_ids([Rendered(text, (Span(begin, len(text), len(text)),))]) if not isinstance(r, NoTurnEnd)]
+    inside = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    assert mask.tolist() == [b >= begin for b, _ in inside]
+    assert encoder.straddled == any(b < begin < e for b, e in inside)
+
+
+def test_plain_text_ids_are_the_tokenizers_own() -> None:
+    tokenizer = tiny.make_tokenizer(adds_bos=True)
+    encoder = Encoder(tokenizer)
+    texts = ["The dog.", "", " über 词 \n\n x", "a" * 5000]
+    assert [ids.tolist() for ids in encoder.ids(texts)] == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert encoder.prefix == [tokenizer.bos_token_id]
+    assert encoder.suffix == [tokenizer.eos_token_id]
+
+
+def test_a_truncation_in_the_tokenizers_file_is_not_applied() -> None:
+    """Case 33, at its quietest place."""
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    assert len(Encoder(tokenizer).ids(["the dog " * 100])[0]) > 100

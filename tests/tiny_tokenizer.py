@@ -1,0 +1,112 @@
+"""A tokenizer trained on the spot, and the kinds of chat template that checkpoints come with."""
+
+from __future__ import annotations
+
+import functools
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not care at all.",
+    "What is the capital of France? The capital of France is Paris.",
+    "user assistant system think hello answer question thought number one two three",
+] * 4
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen 2 and SmolLM write it."""
+
+CHATML_TAGGED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The same with the model's words marked."""
+
+CHATML_TAGGED_SHORT = CHATML_TAGGED.replace(
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
+)
+"""Marked, but the token that ends the turn left out."""
+
+CHATML_TAGGED_WRONG = CHATML_TAGGED.replace("m['role'] == 'assistant'", "m['role'] == 'model'").replace(
+    "{% else %}", "{% elif false %}{% generation %}{% endgeneration %}{% else %}"
+)
+"""Marked for a role that no message has."""
+
+THINKING = (
+    "{% set last = namespace(query=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.index0 > last.query %}"
+    "{{ '<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Drops the thoughts of turns before the last question, as Qwen 3 does."""
+
+OPENED_THOUGHT = THINKING.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}").replace(
+    "'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''"
+)
+"""The prompt opens a thought that the rendered turn does not have, as the R1 distillations do."""
+
+HEADERS_WITH_BOS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] | trim + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+"""BOS in the template, as Llama 3; its tokenizer adds one too."""
+
+NO_TURN_END = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+"""Takes no notice of add_generation_prompt."""
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+
+
+@functools.cache
+def _backend(adds_bos: bool) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    if adds_bos:
+        bos = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
+        tokenizer.post_processor = processors.Sequence(
+            [tokenizer.post_processor, processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[bos])]
+        )
+    return tokenizer.to_str()
+
+
+def make_tokenizer(
+    template: str | None = CHATML, *, adds_bos: bool = False, pad: str = "<|pad|>"
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 400 tokens. Its name is `tiny`; EOS is `<|im_end|>`."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend(adds_bos)),
+        bos_token="<|begin|>",
+        eos_token="<|im_end|>",
+        pad_token=pad,
+        extra_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = template
+    tokenizer.name_or_path = "tiny"
+    return tokenizer
