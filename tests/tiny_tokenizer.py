@@ -49,9 +49,9 @@ THINKING = (
 )
 """Drops the thoughts of turns before the last question, as Qwen 3 does."""
 
-OPENED_THOUGHT = THINKING.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}").replace(
-    "'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''"
-)
+OPENED_THOUGHT = THINKING.replace(
+    "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
+).replace("'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''")
 """The prompt opens a thought that the rendered turn does not have, as the R1 distillations do."""
 
 HEADERS_WITH_BOS = (
@@ -65,7 +65,9 @@ NO_TURN_END = (
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
-NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+NO_GENERATION_PROMPT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+)
 """Takes no notice of add_generation_prompt."""
 
 ALTERNATING = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,11 +207,11 @@ def _write_side_files(
     structure: Structure,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        files = dict(side_files)
+    files = dict(side_files)
+    with folder.scratch() as scratch:
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-            files |= dict(_side_files(Path(scratch), trust_remote_code=False))
+            files |= dict(_side_files(scratch, trust_remote_code=False))
         for name, file in files.items():
             folder.copy_file(name, file)
     generation = getattr(structure.model, "generation_config", None)

@@ -32,6 +32,7 @@ from megatrain.executor.optimizer import HostOptimizer
 from megatrain.executor.step import Batch, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate, WeightStream
 from megatrain.host.arena import PinRefused
+from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
 from megatrain.models.build import build_from_memory, build_meta_model, find_model_folder, fp32_parameter_names
 from megatrain.models.build import load_model_config
@@ -108,6 +109,7 @@ class HostEngine:
         windows: Accumulation windows of a step.
         head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
         threads: AdamW threads; by default the cores this process may use.
+        host_gib: Host memory that may be used, by default what the system says is available.
         init: `random` initialises from the config alone, by HF's own rules, seeded.
         seed: Of initialisation, dropout and router jitter.
         trust_remote_code: Whether code in the model folder may run.
@@ -137,6 +139,7 @@ class HostEngine:
         windows: int = 1,
         head_chunk_tokens: int | None = None,
         threads: int | None = None,
+        host_gib: float | None = None,
         init: Literal["random"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -171,7 +174,7 @@ class HostEngine:
 
         split = self._compute == torch.bfloat16
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
-        self._refuse_if_too_large(split, grad_dtype)
+        self._refuse_if_too_large(split, grad_dtype, host_gib)
         layouts = [(unit.name, unit.layout) for unit in self.structure.units]
         self.store = HostStore(layouts, split=split, grad_dtype=grad_dtype)
         self.buffers = dict(meta.named_buffers())
@@ -433,7 +436,7 @@ class HostEngine:
         if problems:
             raise UserError("; ".join(problems), "HostEngine")
 
-    def _refuse_if_too_large(self, split: bool, grad_dtype: torch.dtype | None) -> None:
+    def _refuse_if_too_large(self, split: bool, grad_dtype: torch.dtype | None, host_gib: float | None) -> None:
         """Compare the planes with what the machine has left, before any of it is allocated."""
         parameters = sum(unit.layout.numel for unit in self.structure.units)
         ledger = {
@@ -441,7 +444,7 @@ class HostEngine:
             "moments (m + v)": 8 * parameters,
             "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
         }
-        available = batches.available_host_bytes()
+        available = available_host_bytes() if host_gib is None else int(host_gib * 2**30)
         if sum(ledger.values()) > available:
             lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
             raise PlanRefused(
