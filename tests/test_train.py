@@ -151,13 +151,13 @@ def test_the_folder_of_a_run(files: Path, tmp_path: Path) -> None:
 
 
 def test_the_partial_step_of_an_epoch_is_trained(files: Path, tmp_path: Path) -> None:
-    run = make(files, tmp_path, "--schedule.steps=null", "--schedule.epochs=2")
+    run = make(files, tmp_path, "--schedule.steps=null", "--schedule.epochs=2", "--batch.tokens_per_step=320")
     summary = train(run, engine=CountingEngine())
     found = records(run)
     per_epoch = summary.total_steps // 2
     last_of_epoch = [found[per_epoch - 1], found[-1]]
     assert [record.epoch for record in last_of_epoch] == [1.0, 2.0]
-    assert all(0 < record.rows < 4 for record in last_of_epoch)
+    assert all(0 < record.rows < 5 for record in last_of_epoch)
     assert all(0 < record.trained_tokens < record.processed_tokens <= record.rows * 64 for record in last_of_epoch)
     one, two = found[:per_epoch], found[per_epoch:]
     assert sum(record.trained_tokens for record in one) == sum(record.trained_tokens for record in two)

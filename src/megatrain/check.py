@@ -6,7 +6,6 @@ its problem to the list; what depends on a failed one is left out. All problems 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from megatrain.data.rows import PackedRows
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -377,20 +374,19 @@ def _look_at_schedule(run: RunConfig, data: _Data | None, log: Callable[[str], N
     from megatrain.optim.schedule import Schedule, whole_steps
 
     section = run.schedule
-    per_epoch = data.loader.steps_per_epoch if data is not None else 0
-    total = section.total_steps(per_epoch)
+    total = section.total_steps(data.loader.steps_per_epoch if data is not None else 0)
+    per_epoch = f" ({data.loader.steps_per_epoch} per epoch)" if data is not None else ""
     warmup = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else section.warmup_steps or 0
     if warmup >= total:
         raise UserError(
-            f"a warm-up of {warmup} steps does not fit into a run of {total}"
-            + (f" ({per_epoch} steps per epoch)" if data is not None else ""),
+            f"a warm-up of {warmup} steps does not fit into a run of {total}{per_epoch}",
             "schedule.warmup_ratio" if section.warmup_ratio else "schedule.warmup_steps",
             "shorten the warm-up, or train longer (schedule.epochs, schedule.steps) or in smaller steps "
             "(batch.tokens_per_step)",
         )
     schedule = Schedule(section.kind, total, warmup, section.min_lr_ratio, section.decay_ratio)
     log(
-        f"{total} steps of {run.batch.tokens_per_step:,} tokens, {per_epoch} per epoch; "
+        f"{total} steps of {run.batch.tokens_per_step:,} tokens{per_epoch}; "
         f"{section.kind} schedule, {warmup} steps of warm-up to {run.optim.learning_rate:g}"
     )
     return _Schedule(total, lambda step: run.optim.learning_rate * schedule.lr_factor(step))

@@ -235,7 +235,7 @@ class _Loop:
             "elapsed_s": time.perf_counter() - self.started_s,
             "unix_time_s": time.time(),
             "host_rss_bytes": self.process.memory_info().rss,
-            "device_peak_bytes": memory.get("device_peak"),
+            "device_peak_bytes": memory.get("device_peak") or None,
         }
 
     def _with_validation(self, record: StepRecord) -> StepRecord:

@@ -34,7 +34,9 @@ def _load(
         **{"max_tokens": 64, "cache_dir": str(tmp_path / "cache"), **settings},
     )
     lines = log if log is not None else []
-    return load_data(data, tiny.make_tokenizer(pad=pad), vocab_size=402, seed=1, log=lines.append)
+    return load_data(
+        data, tiny.make_tokenizer(pad=pad), vocab_size=len(tiny.make_tokenizer()), seed=1, log=lines.append
+    )
 
 
 def _documents(rows: PackedRows) -> set[str]:

@@ -119,3 +119,12 @@ def test_refuses_a_family_that_does_not_initialise_all_it_has():
     with pytest.raises(UserError, match=r"does not set transformer\.h\.0\.attn\.c_attn\.weight"):
         initialize(hosted.structure, hosted.store, seed=0)
     assert all(p.is_meta for p in hosted.structure.model.parameters())
+
+
+def test_every_module_is_initialised_by_the_model_that_owns_it():
+    """A model inside a model (the language part of a larger one) has its own rules and its own config."""
+    structure = fresh(BY_NAME["llama"]).structure
+    names = {module: name for name, module in structure.model.named_modules()}
+    seen = {names[module]: names[owner] for unit in structure.units for owner, module in init._walk(structure, unit)}
+    assert seen.keys() == set(names.values())
+    assert seen == {name: "model" if name.startswith("model") else "" for name in seen}

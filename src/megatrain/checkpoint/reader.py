@@ -135,12 +135,13 @@ def _load(
                     raise damaged(directory, f"{name} differs from what was trained: its conversion did not go back")
             for name in found.keys() & buffers.keys():
                 buffers[name].copy_(found[name])
-            jobs = [
-                pool.submit(_restore, store.units[unit.name], local, full, found, states, directory)
-                for local, full in unit.full_names()
-            ]
-            for job in jobs:
-                job.result()
+            with store.restoring(unit.name) as planes:
+                jobs = [
+                    pool.submit(_restore, planes, local, full, found, states, directory)
+                    for local, full in unit.full_names()
+                ]
+                for job in jobs:
+                    job.result()
     return from_json(saved["state"])
 
 

@@ -175,7 +175,7 @@ def _write_units(
     for index, unit in enumerate(written, start=1):
         name = f"model-{index:05d}-of-{len(written):05d}.safetensors"
         own = {n: b.detach().cpu() for n, b in buffers.items() if owner.get(n) == unit.name}
-        files = units[unit.name] = write_unit(folder, unit, store.units[unit.name], model, own, keep_fp32, name)
+        files = units[unit.name] = write_unit(folder, unit, store.on_host(unit.name), model, own, keep_fp32, name)
         twice = weight_map.keys() & set(files.keys)
         assert not twice, f"two units save {sorted(twice)[:3]}"
         weight_map |= dict.fromkeys(files.keys, name)
