@@ -50,6 +50,11 @@ def config_folder(size: str, layers: int | None = None) -> Path:
     return folder
 
 
+def parsed(value: str) -> Any:
+    """A number, a list given as JSON, or a word."""
+    return json.loads(value) if value[0] in "0123456789[" else value
+
+
 def main(size: str, rows: int, tokens: int, steps: int, options: dict[str, Any]) -> None:
     started = time.perf_counter()
     layers = options.pop("layers", None)
@@ -77,4 +82,4 @@ def main(size: str, rows: int, tokens: int, steps: int, options: dict[str, Any])
 
 if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[5:])
-    main(sys.argv[1], *map(int, sys.argv[2:5]), {k: json.loads(v) if v[0].isdigit() else v for k, v in given.items()})
+    main(sys.argv[1], *map(int, sys.argv[2:5]), {name: parsed(value) for name, value in given.items()})

@@ -70,7 +70,8 @@ def test_ids_are_those_of_the_tokenizers_own_rendering() -> None:
 
 def test_the_mask_of_marked_words_is_hugging_faces() -> None:
     tokenizer = tiny.make_tokenizer(tiny.CHATML_TAGGED)
-    sample = _sample(CHAT)
+    # Older transformers lose the mask of an answer that begins with a blank.
+    sample = _sample([(role, content.strip()) for role, content in CHAT])
     want = tokenizer.apply_chat_template(sample.messages, return_dict=True, return_assistant_tokens_mask=True)
     ((ids, mask),) = _trained(tokenizer, sample)
     assert ids == want["input_ids"]

@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from megatrain.checkpoint.reader import load_checkpoint
 from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.device.copier import Copier, DirectCopier, StagedCopier
 from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
@@ -280,7 +282,7 @@ class HostEngine:
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        with self._abandoned_on_error():
+        with self._abandoned_on_error(), fastest_attention(self._attention_order(batch)):
             loss_sum = self._runner.loss(batch, self._shape(batch)).item()
         return EvalResult(loss_sum, tokens)
 
@@ -288,7 +290,8 @@ class HostEngine:
         """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
         self._reset_counters()
         with self._abandoned_on_error(), randomness.seeded(self.device, self.seed, self.step):
-            loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
+            with fastest_attention(self._attention_order(batch)):
+                loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
             values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
             if self._route is Route.ADDED:
                 self._gradients.settle()
@@ -562,6 +565,17 @@ class HostEngine:
             segment=self._segment,
             kept=self._kept,
         )
+
+    def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
+        """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
+        config = self.config.get_text_config()
+        heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+        if not self._streams.cuda or self._compute == torch.float32 or not isinstance(heads, int):
+            return ()
+        dim = dim or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        tokens = batch["input_ids"].shape[1]
+        return tuple(b for b, _ in measured_backends(heads, kv_heads, dim, tokens, self._compute, self.device))
 
     def _reset_counters(self) -> None:
         self._weights.update_wait_s = 0.0

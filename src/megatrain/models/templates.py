@@ -15,6 +15,7 @@ the code object and its memory budget is no part of the cache's guards:
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +65,11 @@ def _comparable(value: Any) -> Any:
         return tuple(_comparable(item) for item in value)
     if isinstance(value, dict):
         return tuple((str(key), _comparable(item)) for key, item in value.items())
-    if isinstance(value, types.FunctionType | type):
+    if isinstance(value, functools.partial):
+        return value.func, _comparable(value.args), _comparable(value.keywords)
+    if isinstance(value, types.MethodType):
+        return value.__func__
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return value
     return id(value)
 
