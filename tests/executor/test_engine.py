@@ -280,6 +280,33 @@ def test_any_number_of_slots_gives_the_same_bits() -> None:
     assert_same(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("base", [{}, {"chunk_rows": 2}, {"windows": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"resident": "all"},
+        {"resident": ("embedding", "layer.0", "layer.2")},
+        {"kept": "all"},
+        {"kept": (1, 3), "selective": (0,), "resident": ("layer.1", "head")},
+        {"offloaded": "all"},
+        {"offloaded": (1, 2), "kept": (0,)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3n_text"])
+def test_placement_and_activation_policy_do_not_change_a_bit(
+    name: str, base: dict[str, Any], options: dict[str, Any]
+) -> None:
+    family, runs = BY_NAME[name], []
+    for chosen in ({}, options):
+        optim = AdamW(learning_rate=1e-3)
+        with engine_of(build(family, seed=0), optim=optim, compute_dtype="bf16", **base, **chosen) as engine:
+            losses = [engine.train_step(batch(family, seed=s, rows=4, tokens=16, kind="padded")).loss for s in range(3)]
+            runs.append((losses, weights_of(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+
+
 def test_planes_take_twelve_bytes_a_parameter() -> None:
     for compute in ("bf16", "fp32"):
         with engine_of(build(LLAMA, seed=0), compute_dtype=compute) as engine:

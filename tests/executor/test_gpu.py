@@ -94,6 +94,8 @@ def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
         {"resident": ("head", "layer.1"), "windows": 2},
         {"kept": "all"},
         {"kept": (0, 3), "resident": ("layer.3",)},
+        {"offloaded": "all"},
+        {"offloaded": (1, 2), "kept": (0,), "selective": (3,), "windows": 2},
     ],
     ids=str,
 )
@@ -104,7 +106,7 @@ def test_placement_and_kept_activations_do_not_change_a_bit(options: dict[str, A
     assert_same_bits(plain, trained(family, 20, disturb=random_delays(4), poison=True, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"kept": "all", "budget": 0.5, "chunk_rows": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"selective": "all", "budget": 0.5, "chunk_rows": 2}], ids=str)
 def test_compiled_layers_follow_eager_ones(options: dict[str, Any]) -> None:
     family = BY_NAME["qwen3"]
     eager, _ = trained(family, 10)

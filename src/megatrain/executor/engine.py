@@ -23,6 +23,7 @@ from megatrain.checkpoint.reader import load_checkpoint
 from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.device.copier import Copier, DirectCopier, StagedCopier
+from megatrain.device.offload import InputStore
 from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_CHUNK_TOKENS = 16384
-LOGITS_BYTES = 4 << 30
-"""Budget for the logits of one token chunk: bf16 and fp32 logits and their gradients, about 12 bytes per entry."""
+LOGITS_BYTES = 3 << 30
+"""Budget for the logits of one token chunk with their gradients."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ class HostEngine:
             falls back to the second with a warning.
         resident: Units whose planes live on the device and are updated there: names (`embedding`, `layer.0`, `head`), or `all`.
         kept: Layers (by index) whose activations are kept for the backward instead of computed again, or `all`.
-        budget: Share of a kept layer's activations that a compiled layer may keep (0..1); the compiler recomputes the rest.
+        selective: Layers whose activations are kept in part: a compiled layer keeps the share `budget` (0..1), and the compiler
+            decides what is cheap to compute again. With 0.5 all matrix products and the attention are kept.
+        offloaded: Recomputed layers whose input waits in pinned host memory, or `all`.
         compile: `auto` compiles the layers on a GPU (a family that cannot be compiled runs eager, with a warning), `off` never,
             `on` everywhere.
         weight_slots: Device buffers that layers stream through (>= 2). As many as layers: they stay for the whole step.
@@ -117,6 +120,7 @@ class HostEngine:
         head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
         threads: AdamW threads; by default the cores this process may use.
         host_gib: Host memory that may be used, by default what the system says is available.
+        device_gib: Device memory that this process may use, enforced; by default all of it.
         init: `random` initialises from the config alone, by HF's own rules, seeded.
         seed: Of initialisation, dropout and router jitter.
         trust_remote_code: Whether code in the model folder may run.
@@ -140,7 +144,9 @@ class HostEngine:
         pin: Literal["auto", "all", "staged"] = "auto",
         resident: Collection[str] | Literal["all"] = (),
         kept: Collection[int] | Literal["all"] = (),
-        budget: float = 1.0,
+        selective: Collection[int] | Literal["all"] = (),
+        budget: float = 0.5,
+        offloaded: Collection[int] | Literal["all"] = (),
         compile: Literal["auto", "on", "off"] = "auto",
         weight_slots: int = 2,
         gradient_slabs: int = 12,
@@ -151,6 +157,7 @@ class HostEngine:
         head_chunk_tokens: int | None = None,
         threads: int | None = None,
         host_gib: float | None = None,
+        device_gib: float | None = None,
         init: Literal["random"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -187,7 +194,10 @@ class HostEngine:
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
         names = [unit.name for unit in self.structure.units]
         resident_names = frozenset(names if resident == "all" else resident)
-        self._kept = frozenset(range(len(self.structure.layers)) if kept == "all" else kept)
+        layers = range(len(self.structure.layers))
+        self._kept, self._selective, self._offloaded = (
+            frozenset(layers if chosen == "all" else chosen) for chosen in (kept, selective, offloaded)
+        )
         self._check_placement(resident_names, gradient_plane)
         self._refuse_if_too_large(split, grad_dtype, host_gib, resident_names)
         layouts = [(unit.name, unit.layout) for unit in self.structure.units]
@@ -203,6 +213,9 @@ class HostEngine:
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.store, persistent_buffers(meta))
 
+        if device_gib is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), self.device)
         self._streams = Streams(self.device, disturb)
         pinned = self._pin(pin)
         self._updater = CpuUpdater(threads or len(os.sched_getaffinity(0)))
@@ -229,11 +242,12 @@ class HostEngine:
         )
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
         fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
-        compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
+        compiled = self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         shell = Shell(
             self.structure, device_buffers, lambda *call: self._runner.run_layer(*call), fp32_names, compiled, budget
         )
-        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients)
+        self._inputs = InputStore(self._streams, self._offloaded)
+        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, compiled)
 
     # ---------------------------------------------------------------- training
 
@@ -343,7 +357,12 @@ class HostEngine:
         self._gradients.settle()
         for unit in self.structure.units:
             grad = self.store.units[unit.name].grad
-            assert grad is not None, "this engine keeps no gradients"
+            if grad is None:
+                raise UserError(
+                    f"the gradient of {unit.name} is gone: AdamW has used it",
+                    "named_gradients",
+                    "call backward() instead of train_step() to look at gradients of units on the device",
+                )
             for local, name in unit.full_names():
                 yield name, unit.layout.view(grad, local).float() / self._gradient_scale
 
@@ -392,8 +411,9 @@ class HostEngine:
         peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else 0
         return {
             **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
+            "host_inputs": self._inputs.nbytes,
             "host_slabs": sum(slab.nbytes for slab in slabs),
-            "host_pinned": self.store.pinned_bytes + sum(slab.pinned_bytes for slab in slabs) + staged,
+            "host_pinned": self.store.pinned_bytes + sum(slab.pinned_bytes for slab in slabs) + staged + self._inputs.pinned_bytes,
             "device_resident": self.store.resident_bytes,
             "device_slots": self._weights.nbytes,
             "device_gradients": self._gradients.nbytes,
@@ -408,6 +428,7 @@ class HostEngine:
         self._streams.synchronize()
         self._optimizer.close()
         self._copier.close()
+        self._inputs.close()
         for slab in [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]:
             slab.close()
         self.store.close()
@@ -462,10 +483,11 @@ class HostEngine:
     def _check_placement(self, resident: frozenset[str], gradient_plane: bool) -> None:
         known = {unit.name for unit in self.structure.units}
         problems = [f"there is no unit {name}" for name in sorted(resident - known)]
-        if any(not 0 <= layer < len(self.structure.layers) for layer in self._kept):
-            problems.append(f"kept names layers outside 0..{len(self.structure.layers) - 1}")
-        if self._kept and self._segment > 1:
-            problems.append("kept activations and segment exclude each other")
+        special = self._kept | self._selective | self._offloaded
+        if any(not 0 <= layer < len(self.structure.layers) for layer in special):
+            problems.append(f"kept, selective or offloaded names layers outside 0..{len(self.structure.layers) - 1}")
+        if special and self._segment > 1:
+            problems.append("segment excludes kept, selective and offloaded layers")
         if resident and not gradient_plane:
             problems.append("resident units need their gradient plane: set gradient_plane=True")
         if resident and self._compute == torch.float16:
@@ -561,9 +583,10 @@ class HostEngine:
         return StepShape(
             windows=min(self._windows, rows),
             chunk_rows=self._chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
-            head_tokens=self._head_chunk_tokens or max(64, LOGITS_BYTES // (12 * vocabulary)),
+            head_tokens=self._head_chunk_tokens or _head_chunk_tokens(vocabulary, self._compiled),
             segment=self._segment,
             kept=self._kept,
+            selective=self._selective,
         )
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
@@ -614,6 +637,13 @@ class _Abandon:
             self._engine.close()
             return
         self._engine._runner.abandon()
+
+
+def _head_chunk_tokens(vocabulary: int, compiled: bool) -> int:
+    """Tokens whose logits fit the budget, as a power of two: eager code holds logits and gradients in bf16 and in fp32 (12 bytes an
+    entry), a compiled cross entropy in bf16 alone (4 bytes)."""
+    fitting = LOGITS_BYTES // ((4 if compiled else 12) * vocabulary)
+    return max(64, 1 << (fitting.bit_length() - 1)) if fitting else 64
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -53,6 +53,7 @@ class HostOptimizer:
             assert planes.grad is not None, unit.name
             if planes.resident:
                 update_(planes.hi, planes.lo, planes.m, planes.v, planes.grad, self._segments[unit.name], coefficients)
+                planes.grad = None  # its memory is used again only by work behind the update on the same stream
                 continue
             self._jobs[unit.name] = self._updater.submit_update(
                 unit.name, planes, planes.grad, self._segments[unit.name], coefficients, arrived[unit.name].synchronize

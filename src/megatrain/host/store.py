@@ -31,7 +31,8 @@ class UnitPlanes:
         hi: bf16, the master rounded to nearest and the compute weight; or fp32, the master itself, when lo is None.
         lo: int16, the rest: `bits(master) = (hi << 16) + lo`.
         m, v: fp32 AdamW moments.
-        grad: bf16 or fp32 gradients of the step, None where AdamW eats gradients as they arrive.
+        grad: bf16 or fp32 gradients of the step; None where AdamW eats gradients as they arrive, and between the steps of a
+            resident unit, whose gradient exists only from its backward to its update.
     """
 
     name: str
@@ -100,7 +101,8 @@ class HostStore:
         self.units: dict[str, UnitPlanes] = {}
         for name, layout in layouts:
             if name in resident:
-                planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in self.dtypes.items()}
+                kinds = {kind: dtype for kind, dtype in self.dtypes.items() if kind != "grad"}
+                planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in kinds.items()}
             else:
                 planes = {kind: next(tensors) for kind, tensors in on_host.items()}
             self.units[name] = UnitPlanes(name, layout, lo=planes.pop("lo", None), resident=name in resident, **planes)

@@ -100,7 +100,7 @@ class Shell:
         run_layer: Called in place of each layer, in the order of HF's own loop.
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
         compiled: Compile the layers, once per template group.
-        budget: Activation memory budget of layers whose activations are kept (compiled layers only).
+        budget: Activation memory budget of layers whose activations are kept in part (compiled layers only).
     """
 
     def __init__(
