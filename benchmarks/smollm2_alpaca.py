@@ -94,10 +94,12 @@ def main(model: str, data: str, run_dir: str, overrides: list[str]) -> None:
     held_out = list(StepLoader(prepared.val, run.rows_per_step, seed=0, shuffle=False).epoch())
     tokenizer = AutoTokenizer.from_pretrained(model)
 
+    print("plain transformers, before", flush=True)
     plain = plain_model(model)
     plain_first = plain_loss(plain, [prepared.loader.batch(0)])
     plain_held_out = plain_loss(plain, held_out)
     answer_before = answer(plain, tokenizer)
+    print(f"first loss {plain_first:.6f}, held out {plain_held_out:.6f}; {answer_before!r}", flush=True)
     del plain
 
     start = time.perf_counter()
@@ -108,6 +110,7 @@ def main(model: str, data: str, run_dir: str, overrides: list[str]) -> None:
     print(f"first training loss {summary.first_loss:.7f}, plain transformers {plain_first:.7f}: {difference:.1e} relative")
     assert difference <= LOSS_TOLERANCE, f"the first loss differs from plain transformers by {difference:.1e}"
 
+    print("plain transformers, after", flush=True)
     trained = plain_model(summary.checkpoint)
     trained_held_out = plain_loss(trained, held_out)
     answer_after = answer(trained, tokenizer)

@@ -15,8 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # or tokenizers warns once the first process is forked
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -43,6 +41,7 @@ run:      {{dir: {folder}/run, seed: 0}}
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = _arguments(words)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # tokenizers warns where a process forks after its threads ran
     start = time.perf_counter()
     folder = _new_folder(arguments.dir)
     _say(f"a tokenizer of {VOCABULARY} tokens and a model without weights, in {folder}/model")

@@ -329,6 +329,20 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         ) from error
 
 
+def open_tokenizer(run: RunConfig) -> tuple[Any, int, int | None]:
+    """The tokenizer of a run's model, rows of the model's embedding, and the most positions it knows (None: no limit).
+
+    Raises:
+        UserError: There is no such model, or it has no usable tokenizer.
+    """
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    folder = find_model_folder(run.model.path)
+    text = load_model_config(folder, run.model.trust_remote_code).get_text_config()
+    tokenizer = load_tokenizer(folder, run.model.trust_remote_code)
+    return tokenizer, text.vocab_size, getattr(text, "max_position_embeddings", None)
+
+
 def _look_at_data(run: RunConfig, model: _Model, log: Callable[[str], None]) -> _Data:
     from megatrain.data import load_data
     from megatrain.data.loader import StepLoader

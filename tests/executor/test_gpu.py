@@ -115,6 +115,23 @@ def test_compiled_layers_follow_eager_ones(options: dict[str, Any]) -> None:
         assert a == pytest.approx(b, rel=2e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_rows": 2, "selective": "all"}], ids=str)
+def test_packed_rows_use_block_masks_and_follow_plain_hugging_face(options: dict[str, Any]) -> None:
+    family = BY_NAME["qwen3"]
+    model = build(family, seed=0).cuda()
+    rows = batch(family, seed=1, rows=4, tokens=300, kind="packed")
+    want = reference_loss_and_grads(copy.deepcopy(model), {name: t.cuda() for name, t in rows.items()})
+    with HostEngine(model, device="cuda", compute_dtype="fp32", verify="never", compile="on", **options) as engine:
+        engine.backward(rows)
+        result = engine.backward(rows)
+        assert engine.structure.model.config._attn_implementation == "flex_attention"
+        got = dict(engine.named_gradients())
+    assert result.loss == pytest.approx(want.loss, rel=1e-4)
+    expected = {n: g.cpu() if g is not None else torch.zeros_like(got[n]) for n, g in want.gradients.items()}
+    error, name = gradient_error(got, expected)
+    assert error < 1e-3, f"{name}: {error:.1e}"
+
+
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float32])
 def test_the_gpu_update_has_the_bits_of_the_cpu_update(split: bool, gradient: torch.dtype) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -31,14 +31,20 @@ from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import batches, randomness
 from megatrain.executor.gate import verify_family
 from megatrain.executor.gradients import GradientFlow, Route
+from megatrain.executor.ladder import Denser
 from megatrain.executor.optimizer import HostOptimizer
 from megatrain.executor.step import Batch, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate, WeightStream
 from megatrain.host.arena import PinRefused
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
-from megatrain.models.build import build_from_memory, build_meta_model, find_model_folder, fp32_parameter_names
-from megatrain.models.build import load_model_config
+from megatrain.models.build import (
+    build_from_memory,
+    build_meta_model,
+    find_model_folder,
+    fp32_parameter_names,
+    load_model_config,
+)
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import Shell
@@ -50,6 +56,7 @@ from megatrain.optim.updater import CpuUpdater
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_CHUNK_TOKENS = 16384
@@ -174,6 +181,7 @@ class HostEngine:
         self.updates = 0
         """Updates applied to the moments: AdamW's step."""
         self._closed = False
+        self._denser = Denser()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
         self._head_chunk_tokens = head_chunk_tokens
         self._compute = _compute_dtype(compute_dtype, self.device)
@@ -201,9 +209,7 @@ class HostEngine:
         self._check_placement(resident_names, gradient_plane)
         self._refuse_if_too_large(split, grad_dtype, host_gib, resident_names)
         layouts = [(unit.name, unit.layout) for unit in self.structure.units]
-        self.store = HostStore(
-            layouts, split=split, grad_dtype=grad_dtype, resident=resident_names, device=self.device
-        )
+        self.store = HostStore(layouts, split=split, grad_dtype=grad_dtype, resident=resident_names, device=self.device)
         self.buffers = dict(meta.named_buffers())
         if isinstance(model, nn.Module):
             copy_from_memory(model, self.structure, self.store)
@@ -244,7 +250,13 @@ class HostEngine:
         fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
         compiled = self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         shell = Shell(
-            self.structure, device_buffers, lambda *call: self._runner.run_layer(*call), fp32_names, compiled, budget
+            self.structure,
+            device_buffers,
+            lambda *call: self._runner.run_layer(*call),
+            fp32_names,
+            compiled,
+            budget,
+            packed_flex=compiled and self._streams.cuda,
         )
         self._inputs = InputStore(self._streams, self._offloaded)
         self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, compiled)
@@ -296,23 +308,56 @@ class HostEngine:
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        with self._abandoned_on_error(), fastest_attention(self._attention_order(batch)):
-            loss_sum = self._runner.loss(batch, self._shape(batch)).item()
+        loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item())
         return EvalResult(loss_sum, tokens)
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
         """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
-        self._reset_counters()
-        with self._abandoned_on_error(), randomness.seeded(self.device, self.seed, self.step):
-            with fastest_attention(self._attention_order(batch)):
-                loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
+
+        def compute(shape: StepShape) -> list[float]:
+            self._reset_counters()
+            with randomness.seeded(self.device, self.seed, self.step):
+                loss_sum, squares = self._runner.gradients(batch, shape, loss_scale)
             values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
+            if self._route is not Route.DIRECT:
+                self._gradients.settle()
             if self._route is Route.ADDED:
-                self._gradients.settle()
                 values[1] = self._optimizer.squared_norm()
-            elif self._route is Route.EATEN:
-                self._gradients.settle()
-        return values[0] / tokens, math.sqrt(values[1]) / loss_scale if values[1] >= 0 else math.nan
+            return values
+
+        loss_sum, squares = self._until_it_fits(batch, compute)
+        return loss_sum / tokens, math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
+
+    def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T]) -> T:
+        """Run `compute`; on CUDA out of memory drop what it has built and try the next denser setting, for good."""
+        while True:
+            shape = self._shape(batch)
+            try:
+                with _Abandon(self), fastest_attention(self._attention_order(batch)):
+                    return compute(shape)
+            except torch.OutOfMemoryError as error:
+                if self._closed:
+                    raise
+                self._climb(shape, -(-len(batch["input_ids"]) // shape.windows), error)
+
+    def _climb(self, shape: StepShape, rows: int, error: torch.OutOfMemoryError) -> None:
+        """Go on with the next rung of the ladder, or refuse with the ledger where there is none."""
+        step = self._denser.next(shape, rows)
+        ledger = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in self.memory().items() if size)
+        asked = str(error).splitlines()[0]
+        if step is None:
+            raise PlanRefused(
+                f"out of device memory at the densest setting ({asked})\n    {ledger}\n"
+                "  -> use shorter rows, fewer resident units, or a device with more memory"
+            ) from error
+        self._denser, change = step
+        if self._denser.offload:
+            self._inputs.layers = frozenset(range(len(self.structure.layers)))
+        if self._streams.cuda:
+            torch.cuda.empty_cache()
+        logger.warning(
+            "out of device memory in a step (%s); %s; the step is computed again with %s", asked, ledger, change
+        )
 
     def _decide(self, loss: float, norm: float) -> str | None:
         """The finite guard: a reason to skip the update, or None. Skipping leaves every byte of the state as it was."""
@@ -413,7 +458,10 @@ class HostEngine:
             **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
             "host_inputs": self._inputs.nbytes,
             "host_slabs": sum(slab.nbytes for slab in slabs),
-            "host_pinned": self.store.pinned_bytes + sum(slab.pinned_bytes for slab in slabs) + staged + self._inputs.pinned_bytes,
+            "host_pinned": self.store.pinned_bytes
+            + sum(slab.pinned_bytes for slab in slabs)
+            + staged
+            + self._inputs.pinned_bytes,
             "device_resident": self.store.resident_bytes,
             "device_slots": self._weights.nbytes,
             "device_gradients": self._gradients.nbytes,
@@ -509,8 +557,8 @@ class HostEngine:
         if sum(ledger.values()) > available:
             lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
             raise PlanRefused(
-                f"{self.structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB of host memory, "
-                f"{available / 2**30:.2f} GiB are available:\n{lines}\n"
+                f"{self.structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB "
+                f"of host memory, {available / 2**30:.2f} GiB are available:\n{lines}\n"
                 "  -> use a machine with more memory or a smaller model"
             )
 
@@ -580,7 +628,7 @@ class HostEngine:
     def _shape(self, batch: Batch) -> StepShape:
         rows, tokens = batch["input_ids"].shape
         vocabulary = self.config.get_text_config().vocab_size
-        return StepShape(
+        planned = StepShape(
             windows=min(self._windows, rows),
             chunk_rows=self._chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
             head_tokens=self._head_chunk_tokens or _head_chunk_tokens(vocabulary, self._compiled),
@@ -588,6 +636,7 @@ class HostEngine:
             kept=self._kept,
             selective=self._selective,
         )
+        return self._denser.applied_to(planned)
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
         """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
@@ -611,9 +660,6 @@ class HostEngine:
         seconds |= self._runner.phase_seconds()
         seconds["step"] = time.perf_counter() - started
         return seconds
-
-    def _abandoned_on_error(self) -> _Abandon:
-        return _Abandon(self)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -640,8 +686,8 @@ class _Abandon:
 
 
 def _head_chunk_tokens(vocabulary: int, compiled: bool) -> int:
-    """Tokens whose logits fit the budget, as a power of two: eager code holds logits and gradients in bf16 and in fp32 (12 bytes an
-    entry), a compiled cross entropy in bf16 alone (4 bytes)."""
+    """Tokens whose logits fit the budget, as a power of two: eager code holds logits and gradients in bf16 and in fp32
+    (12 bytes an entry), a compiled cross entropy in bf16 alone (4 bytes)."""
     fitting = LOGITS_BYTES // ((4 if compiled else 12) * vocabulary)
     return max(64, 1 << (fitting.bit_length() - 1)) if fitting else 64
 

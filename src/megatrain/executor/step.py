@@ -22,7 +22,7 @@ from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.gradients import GradientFlow
-from megatrain.executor.rows import CallAxes, PROBE_ROWS, Shape, chunks_of, cut, row_axis, shapes_of
+from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
 from megatrain.executor.saved import MovingWeights
 from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
@@ -430,7 +430,8 @@ class StepRunner:
     # ---------------------------------------------------------------- inputs
 
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The model's inputs on the device, once per step."""
+        """The model's inputs on the device, once per step; with the attention implementation that they need."""
+        self.shell.choose_attention(packed=batch.get("position_ids") is not None)
         return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
 
     def _bind_edges(self, requires_grad: bool) -> Edges:

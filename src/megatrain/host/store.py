@@ -55,11 +55,16 @@ class UnitPlanes:
         """Set one tensor's master from any floating dtype (widened to fp32: exact for bf16, fp16 and fp32)."""
         hi = self.layout.view(self.hi, name)
         assert value.shape == hi.shape, (name, tuple(value.shape), tuple(hi.shape))
-        master = value.detach().to(device=hi.device, dtype=torch.float32)
+        master = value.detach().to(torch.float32).contiguous()
         if self.lo is None:
             hi.copy_(master)
-        else:
-            plane_math.split_(master.contiguous(), hi, self.layout.view(self.lo, name))
+        elif master.device == hi.device:
+            plane_math.split_(master, hi, self.layout.view(self.lo, name))
+        else:  # split where the value is: a GPU does it in no time, and the two halves are copied instead of the whole
+            halves = torch.empty_like(master, dtype=hi.dtype), torch.empty_like(master, dtype=self.lo.dtype)
+            plane_math.split_(master, *halves)
+            hi.copy_(halves[0])
+            self.layout.view(self.lo, name).copy_(halves[1])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The planes that are state, by kind: hi, lo where there is one, m, v."""

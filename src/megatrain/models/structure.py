@@ -147,7 +147,7 @@ def _base_name(model: nn.Module) -> str:
 
 def _find_layers(model: nn.Module, base_name: str) -> str:
     base = model.get_submodule(base_name)
-    config = getattr(base, "config", None) or getattr(model, "config", None)
+    config: Any = getattr(base, "config", None) or getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     if count is None and hasattr(config, "get_text_config"):
         count = getattr(config.get_text_config(), "num_hidden_layers", None)

@@ -11,7 +11,7 @@ the code object and its memory budget is no part of the cache's guards:
     forward    without gradients, for layers that will be recomputed
     recompute  with gradients, everything saved: its backward follows at once
     keep       with gradients, everything saved, until the backward
-    selective  with gradients, what is saved lives until the backward, bounded by the activation memory budget (0..1): the compiler
+    selective  with gradients, until the backward, but only as much as the activation memory budget (0..1) allows: the compiler
                computes the rest again
 """
 
@@ -104,7 +104,9 @@ class LayerCode:
             return functional_call(self.module, dict(bound), args, kwargs)
         run = self._compiled.get(variant)
         if run is None:
-            run = self._compiled[variant] = torch.compile(_fresh_function(self.module, f"{self._name}_{variant}"), dynamic=False)
+            run = self._compiled[variant] = torch.compile(
+                _fresh_function(self.module, f"{self._name}_{variant}"), dynamic=False
+            )
         try:
             with functorch_config.patch(activation_memory_budget=self._budget if variant == "selective" else 1.0):
                 return run(dict(bound), args, kwargs)
