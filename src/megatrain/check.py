@@ -169,12 +169,13 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
     return model.folder, data.val
 
 
-def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True) -> HostEngine:
+def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True) -> HostEngine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
     Args:
         model_folder: The local folder behind `model.path`.
         for_training: False leaves out the memory of gradients.
+        weights: False leaves the weights to a checkpoint that is loaded next.
     """
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
@@ -195,7 +196,7 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         windows=run.batch.windows if for_training else 1,
         threads=run.run.threads,
         host_gib=None if run.memory.host_gib == "auto" else run.memory.host_gib,
-        init="random" if run.model.init == "random" else None,
+        init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
@@ -254,7 +255,7 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
     import torch
 
     from megatrain.executor.engine import _compute_dtype, _device
-    from megatrain.executor.gate import verify_family
+    from megatrain.executor.gate import verify_family, verify_packing
     from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
     from megatrain.models.structure import take_apart
     from megatrain.optim.adamw import unmatched_groups
@@ -271,6 +272,12 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
     )
     structure = take_apart(model)
     verify_family(config, trust_remote_code=run.model.trust_remote_code)
+    if run.data.packing:
+        verify_packing(
+            config,
+            attn_implementation=run.model.attn_implementation,
+            trust_remote_code=run.model.trust_remote_code,
+        )
     names = [name for unit in structure.units for _, name in unit.full_names()]
     for group in unmatched_groups(names, optimizer(run)):
         raise UserError(

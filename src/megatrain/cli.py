@@ -51,7 +51,7 @@ def _run(words: list[str]) -> int:
         case "train":
             from megatrain.train import train
 
-            train(run, resume=arguments.resume)
+            train(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "check":
             from megatrain.check import check
 
@@ -97,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
             help="auto: go on from the newest complete checkpoint, or start if there is none; latest: go on or fail; "
             "or a checkpoint's folder",
         )
+    train.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="with --resume: go on although data, tokens per step or past learning rates differ from the checkpoint's",
+    )
     evaluate = _command(commands, "eval", "loss and perplexity on the held-out data (data.val)")
     evaluate.add_argument(
         "--checkpoint",

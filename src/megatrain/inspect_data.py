@@ -108,7 +108,7 @@ def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens:
 def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
     borders = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
     before = ""
-    for begin, end in zip(borders, borders[1:]):
+    for begin, end in zip(borders, borders[1:], strict=False):
         # Some tokenizers drop the blank in front of what they decode: a run's text is what it adds to the text before it.
         upto = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False)
         own = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=False)

@@ -162,6 +162,10 @@ class RunningSave:
             raise error
         return self.progress()
 
+    def wait(self) -> None:
+        """Wait for the end, whatever it is."""
+        self._thread.join()
+
     def take_error(self) -> BaseException | None:
         """The error of a save that has ended, and a note that somebody knows it."""
         self._seen = True

@@ -4,8 +4,9 @@
 A folder is written as `<name>.tmp-<pid>` with a marker file in it that says which process writes. Every file is checksummed
 while it is written and fsynced; then come the manifest, an fsync of the folder, the read-back of every file against its
 checksum, the rename to `<name>`, and last the removal of the marker. So a folder under its own name is complete and was once
-read from the disk as it was meant; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it. A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once
-it sees that the process is gone.
+read from the disk as it was meant; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it.
+A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once it sees that the
+process is gone. A folder is removed the same way backwards: marked, renamed, emptied, and the marker last.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class FolderWriter:
         if self._committed:
             return
         try:
-            shutil.rmtree(self.temp)
+            _remove_unfinished(self.temp)
         except OSError as problem:
             logger.warning("could not remove %s: %s", self.temp, problem)
 
@@ -448,13 +449,32 @@ def _remove_leftovers(target: Path) -> None:
     """Refuse a target that holds something; remove what dead writers left beside it, or under its name."""
     if target.is_dir() and (target / MARKER_FILE).is_file() and not (target / MANIFEST_FILE).exists():
         logger.warning("removing %s, an unfinished checkpoint", target)
-        shutil.rmtree(target)
+        _remove_unfinished(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
     for folder in target.parent.iterdir():
         if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
-            shutil.rmtree(folder)
+            _remove_unfinished(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint so that at no moment a part of it looks like one, and a part that is left gets removed later."""
+    (folder / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
+    doomed = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    folder.rename(doomed)
+    _remove_unfinished(doomed)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """The marker goes last: until then the next writer knows what the folder is, should this process die here."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != MARKER_FILE:
+            entry.unlink()
+    (folder / MARKER_FILE).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _writer_identity() -> dict[str, Any]:
@@ -464,6 +484,8 @@ def _writer_identity() -> dict[str, Any]:
 
 def _is_dead(folder: Path, target: Path) -> bool:
     """Whether a temporary folder is ours and its writer is gone. In doubt (another host, no marker) it is left alone."""
+    if folder.name == f"{target.name}.tmp-{os.getpid()}" and not any(folder.iterdir()):
+        return True  # a process that had our id died between the two lines that make a folder and its marker
     try:
         writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
         host, pid, started = writer["host"], writer["pid"], writer["started"]

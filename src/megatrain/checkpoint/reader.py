@@ -202,7 +202,11 @@ class OpenCheckpoint:
         if "damaged" not in error.what or "newest other" in (error.remedy or ""):
             return error
         other = latest_complete(self.directory.parent, except_for=self.directory)
-        return error if other is None else UserError(error.what, error.where, f"{error.remedy}; the newest other one is {other}")
+        return (
+            error
+            if other is None
+            else UserError(error.what, error.where, f"{error.remedy}; the newest other one is {other}")
+        )
 
 
 class RunningLoad:
@@ -329,7 +333,8 @@ def latest_complete(
 ) -> Path | None:
     """The complete checkpoint of the highest step in a folder, or None. What is ignored is logged, with the reason.
 
-    Only those of steps below `before_step`, if that is given. A folder of weights only is no checkpoint here. Complete means a valid manifest and all files in their full size; contents are verified when they are read.
+    Only those of steps below `before_step`, if that is given. A folder of weights only is no checkpoint here. Complete means
+    a valid manifest and all files in their full size; contents are verified when they are read.
     """
     checkpoints = Path(checkpoints)
     found: list[tuple[int, float, Path]] = []

@@ -240,7 +240,9 @@ def refuse_if_taken(directory: Path) -> None:
     """Raise UserError if `directory` holds something. What a dead writer left there unfinished does not count."""
     unfinished = (directory / MARKER_FILE).is_file() and not (directory / MANIFEST_FILE).exists()
     if directory.exists() and not unfinished and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError("exists already; nothing is overwritten", str(directory), "choose another folder, or move it away")
+        raise UserError(
+            "exists already; nothing is overwritten", str(directory), "choose another folder, or move it away"
+        )
 
 
 def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from megatrain.checkpoint.reader import load_checkpoint
-from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.checkpoint.background import RunningSave
+from megatrain.checkpoint.desk import CheckpointDesk
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.device.copier import Copier, DirectCopier, StagedCopier
 from megatrain.device.offload import InputStore
@@ -125,10 +125,10 @@ class HostEngine:
         chunk_rows: Rows that a layer computes together; by default as many as hold 16,384 tokens.
         windows: Accumulation windows of a step.
         head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
-        threads: AdamW threads; by default the cores this process may use.
+        threads: AdamW threads; by default the cores this process may use, less one.
         host_gib: Host memory that may be used, by default what the system says is available.
         device_gib: Device memory that this process may use, enforced; by default all of it.
-        init: `random` initialises from the config alone, by HF's own rules, seeded.
+        init: `random` initialises from the config alone, by HF's own rules, seeded. `empty` reads no weights: `load` must follow.
         seed: Of initialisation, dropout and router jitter.
         trust_remote_code: Whether code in the model folder may run.
         attn_implementation: HF's name of an attention implementation; by default sdpa where the family has it.
@@ -165,7 +165,7 @@ class HostEngine:
         threads: int | None = None,
         host_gib: float | None = None,
         device_gib: float | None = None,
-        init: Literal["random"] | None = None,
+        init: Literal["random", "empty"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
@@ -181,6 +181,7 @@ class HostEngine:
         self.updates = 0
         """Updates applied to the moments: AdamW's step."""
         self._closed = False
+        self._desk: CheckpointDesk | None = None
         self._denser = Denser()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
         self._head_chunk_tokens = head_chunk_tokens
@@ -215,6 +216,8 @@ class HostEngine:
             copy_from_memory(model, self.structure, self.store)
         elif init == "random":
             initialize(self.structure, self.store, seed=seed, device=self.device)
+        elif init == "empty":
+            pass  # the engine refuses to compute before `load`
         else:
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.store, persistent_buffers(meta))
@@ -224,7 +227,8 @@ class HostEngine:
             torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), self.device)
         self._streams = Streams(self.device, disturb)
         pinned = self._pin(pin)
-        self._updater = CpuUpdater(threads or len(os.sched_getaffinity(0)))
+        # One core stays with the thread that drives the device.
+        self._updater = CpuUpdater(threads or max(1, len(os.sched_getaffinity(0)) - 1))
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
@@ -247,6 +251,16 @@ class HostEngine:
             poison,
         )
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
+        self._desk = CheckpointDesk(
+            self.structure,
+            self.store,
+            self.buffers,
+            device_buffers,
+            self.source_folder,
+            trust_remote_code,
+            self.device,
+            empty=init == "empty",
+        )
         fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
         compiled = self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         shell = Shell(
@@ -277,6 +291,7 @@ class HostEngine:
         """
         started = time.perf_counter()
         batch, tokens = self._checked(batch)
+        self._forget_ended_save()
         if tokens == 0:
             self.step += 1
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
@@ -411,15 +426,40 @@ class HostEngine:
             for local, name in unit.full_names():
                 yield name, unit.layout.view(grad, local).float() / self._gradient_scale
 
-    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        directory: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        weights_only: bool = False,
+        on_error: Literal["stop", "warn"] = "stop",
+        buffer_bytes: int | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> RunningSave:
         """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
 
         Args:
             directory: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
+            wait: False returns at once; the state of this moment is written while training goes on, see
+                [Note: a unit while a save runs] in checkpoint/background.py. A second save waits for the first.
+            weights_only: bf16 weights without training state, 2 bytes a parameter.
+            on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
+            buffer_bytes: Most memory for copies of units whose update comes before their turn; by default two large units.
+            then: Called, in the writer's thread, when the checkpoint is whole and was read back.
+
+        Returns:
+            The save: `done()`, `progress()`, `result()`.
+
+        Raises:
+            UserError: The folder exists, the disk has no room, or (with `wait`) the system refuses a write.
         """
-        self._refuse_closed()
-        self._optimizer.wait_all()
+        desk = self._usable_desk()
+        if wait:
+            self._optimizer.wait_all()
+        if self.store.resident_bytes:
+            self._streams.synchronize()  # the writer copies them on a stream of its own
         state = {
             "step": self.step,
             "updates": self.updates,
@@ -427,26 +467,78 @@ class HostEngine:
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
             "extra": extra or {},
         }
-        save_checkpoint(
+        self._optimizer.saving = saving = desk.start_save(
             Path(directory),
-            structure=self.structure,
-            store=self.store,
-            buffers=self.buffers,
-            state=state,
-            source_folder=self.source_folder,
+            state,
+            self._optimizer.pending(),
+            weights_only=weights_only,
+            on_error=on_error,
+            buffer_bytes=buffer_bytes,
+            then=then,
         )
+        if wait:
+            saving.result()
+            self._forget_ended_save()
+        return saving
 
-    def load(self, directory: str | Path) -> dict[str, Any]:
-        """Restore weights, moments, step and scaler from a checkpoint. Returns the `extra` it was saved with."""
-        self._refuse_closed()
+    def wait_saved(self) -> None:
+        """Wait until no save is in progress. Raises, or warns of, an error that nobody has been told of."""
+        self._usable_desk().wait_saved()
+        self._forget_ended_save()
+
+    def cancel_save(self) -> None:
+        """Give up the save in progress, if there is one. Nothing of it is left; older checkpoints are as they were."""
+        if self._desk is not None and self._desk.saving is not None:
+            self._desk.saving.cancel()
+            self._forget_ended_save()
+
+    def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
+        """Restore weights, moments, step and scaler from a checkpoint.
+
+        Args:
+            directory: A complete checkpoint of this model.
+            wait: False returns when the units on the device are there; the others stream in while the first forward runs,
+                see [Note: lazy reading] in checkpoint/reader.py. A damaged tensor is then found by the step that needs it.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            UserError: The checkpoint is damaged, or another model's. If it was found before anything was restored, the engine
+                is as it was; otherwise the engine refuses to compute until a load succeeds.
+        """
+        desk = self._open_desk()
+        desk.wait_saved()
+        self._forget_ended_save()
+        self._optimizer.forget(desk.give_load_up())
         self._optimizer.wait_all()
         self._streams.synchronize()
-        state = load_checkpoint(Path(directory), structure=self.structure, store=self.store, buffers=self.buffers)
+        loading, state = desk.start_load(Path(directory))
+        self._optimizer.expect(loading.futures)
+        self._weights.drop_all()
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
         if self._loss_scale and state.get("loss_scale"):
             self._loss_scale = LossScale.from_state_dict(state["loss_scale"])
-        self._weights.drop_all()
+        loading.wait(None if wait else [name for name, planes in self.store.units.items() if planes.resident])
+        self._streams.synchronize()
         return state["extra"]
+
+    def _open_desk(self) -> CheckpointDesk:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        assert self._desk is not None
+        return self._desk
+
+    def _usable_desk(self) -> CheckpointDesk:
+        desk = self._open_desk()
+        desk.refuse_mixture()
+        return desk
+
+    def _forget_ended_save(self) -> None:
+        """Tell the owner of a save that has ended with an error; updates need not look at it any more."""
+        assert self._desk is not None
+        self._optimizer.saving = None if self._desk.saving is None or self._desk.saving.done() else self._desk.saving
+        self._desk.look_at_save()
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
@@ -473,10 +565,13 @@ class HostEngine:
         if self._closed:
             return
         self._closed = True
+        if self._desk is not None:
+            self._desk.close()
         self._streams.synchronize()
         self._optimizer.close()
         self._copier.close()
         self._inputs.close()
+        self._runner.close()
         for slab in [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]:
             slab.close()
         self.store.close()
@@ -662,8 +757,7 @@ class HostEngine:
         return seconds
 
     def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine is closed")
+        self._usable_desk()
 
 
 class _Abandon:

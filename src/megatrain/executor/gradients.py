@@ -54,10 +54,10 @@ class UnitSum:
         fresh: The memory holds nothing of value yet: the first chunk overwrites all of it.
     """
 
-    def __init__(self, unit: Unit, flat: torch.Tensor, fresh: bool):
+    def __init__(self, unit: Unit, flat: torch.Tensor, fresh: bool, views: dict[str, torch.Tensor] | None = None):
         self.unit = unit
         self.flat = flat
-        self._views = unit.layout.views(flat)
+        self._views = unit.layout.views(flat) if views is None else views
         self._fresh = fresh
 
     def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
@@ -66,9 +66,10 @@ class UnitSum:
             self._fresh = False
             for start, end in self.unit.layout.gaps:
                 self.flat[start:end].zero_()
-            for name, view in self._views.items():
-                gradient = gradients.get(name)
-                _ = view.zero_() if gradient is None else view.copy_(gradient)
+            found = [name for name in self._views if gradients.get(name) is not None]
+            torch._foreach_copy_([self._views[name] for name in found], [gradients[name] for name in found])
+            for name in self._views.keys() - set(found):
+                self._views[name].zero_()
             return
         for name, gradient in gradients.items():
             if gradient is not None:
@@ -148,7 +149,8 @@ class GradientFlow:
         self._layer_numel = layer_numel
         self.arrived: dict[str, Event] = {unit.name: streams.event() for unit in units}
         self.edges = EdgeSum()
-        self._squares: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._views: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         self._sent_this_step: set[str] = set()
         self.sent_bytes = 0
 
@@ -159,7 +161,7 @@ class GradientFlow:
         return chunk_sum + sum(staging.flat.nbytes for staging in self._staging)
 
     def begin_step(self) -> None:
-        self._squares, self._sent_this_step = [], set()
+        self._norms, self._sent_this_step = [], set()
         self.edges = EdgeSum()
         for planes in self._store.units.values():
             if planes.resident:
@@ -177,7 +179,7 @@ class GradientFlow:
         else:
             staging = self._staging[self._turn].begin(numel)
             if chunks == 1 or self._transport == torch.float32:
-                return UnitSum(unit, staging, fresh=True)
+                return UnitSum(unit, staging, True, self._staging_views(unit, staging))
         if self._chunk_sum is None:
             self._chunk_sum = torch.zeros(self._layer_numel, dtype=torch.float32, device=self._streams.device)
         return UnitSum(unit, self._chunk_sum[:numel], fresh=True)
@@ -224,7 +226,7 @@ class GradientFlow:
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of the squares of everything sent since `begin_step`: an fp32 scalar on the device."""
-        return torch.stack(self._squares).sum() if self._squares else torch.zeros(())
+        return torch.stack(self._norms).square().sum() if self._norms else torch.zeros(())
 
     def settle(self) -> None:
         """Block until no background job reads a slab. Their errors are raised here."""
@@ -239,6 +241,13 @@ class GradientFlow:
         for staging in self._staging:
             staging.abandon()
         self.settle()
+
+    def _staging_views(self, unit: Unit, staging: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The unit's views of a staging buffer, made once: many small views cost more than the copies of a small layer."""
+        key = (staging.data_ptr(), unit.name)
+        if key not in self._views:
+            self._views[key] = unit.layout.views(staging)
+        return self._views[key]
 
     def _resident_plane(self, unit: Unit) -> torch.Tensor:
         """The gradient plane of a resident unit: device memory from its first backward of a step until its update."""
@@ -269,7 +278,7 @@ class GradientFlow:
         self._sent_this_step.add(unit.name)
 
     def _note_square(self, flat: torch.Tensor) -> None:
-        self._squares.append(torch.linalg.vector_norm(flat, dtype=torch.float32).square())
+        self._norms.append(torch.linalg.vector_norm(flat, dtype=torch.float32))
 
     def _plane(self, unit: Unit) -> torch.Tensor:
         plane = self._store.units[unit.name].grad

@@ -29,6 +29,7 @@ from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
 from megatrain.loss import IGNORED, Targets, cross_entropy_sum, find_targets
 from megatrain.models.shell import Shell
+from megatrain.models.structure import Unit
 from megatrain.models.templates import Variant
 
 Batch = Mapping[str, torch.Tensor]
@@ -100,6 +101,7 @@ class StepRunner:
         self._chunks: list[slice] = []
         self._variants: dict[int, Variant] = {}
         self._probe: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
+        self._leaf_cache: dict[tuple[str, int, bool], dict[str, torch.Tensor]] = {}
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
@@ -159,6 +161,10 @@ class StepRunner:
         self._weights.edges_in_use()
         return loss_sum
 
+    def close(self) -> None:
+        """Let go of everything that refers to the device's buffers."""
+        self._leaf_cache.clear()
+
     def abandon(self) -> None:
         """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
         self._tape, self._probe, self._call_axes, self._chunks, self.marks = None, None, None, [], []
@@ -205,7 +211,7 @@ class StepRunner:
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """One layer over all chunks of the window, without autograd. Returns output leaves and their structure."""
         unit = self._units[index]
-        weights = self.shell.leaves(unit.layout.views(self._weights.fetch(index)), unit.prefix, requires_grad=False)
+        weights = self._leaves(unit, self._weights.fetch(index), requires_grad=False)
         parts: list[list[Any]] = []
         spec = None
         with torch.no_grad():
@@ -236,7 +242,7 @@ class StepRunner:
     ) -> tuple[ChunkGraph, pytree.TreeSpec]:
         """Compute one layer on one chunk with autograd, with leaves of its own for inputs and weights."""
         unit = self._units[call.layer]
-        weights = self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad=True)
+        weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
         for position in call.trained:
             leaves[position] = leaves[position].detach().requires_grad_()
@@ -338,6 +344,17 @@ class StepRunner:
         self._gradients.send_layer(total)
         tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
         call.arguments.leaves, call.output_gradients, call.random_states, call.graphs = [], [], [], []
+
+    def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> dict[str, torch.Tensor]:
+        """Autograd leaves over a layer's weights where they are now. Made once for each place, since a place is a slot or a
+        resident plane and stays; not where a leaf is computed (parameters that HF keeps in fp32)."""
+        key = (unit.name, flat.data_ptr(), requires_grad)
+        leaves = self._leaf_cache.get(key)
+        if leaves is None:
+            leaves = self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad)
+            if all(leaf.dtype == flat.dtype for leaf in leaves.values()):
+                self._leaf_cache[key] = leaves
+        return leaves
 
     def _offload(self, call: LayerCall) -> None:
         """Send a recomputed layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""

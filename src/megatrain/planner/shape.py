@@ -64,7 +64,9 @@ class ModelShape:
 
     def forward_flops(self, tokens: int) -> float:
         """FLOPs of a forward per token, head included, in rows of `tokens` tokens."""
-        layers = sum(self.cost(i).product_flops.at(tokens) + self.cost(i).attention_flops.at(tokens) for i in range(self.depth))
+        layers = sum(
+            self.cost(i).product_flops.at(tokens) + self.cost(i).attention_flops.at(tokens) for i in range(self.depth)
+        )
         return layers + 2.0 * self.head_matrix
 
 

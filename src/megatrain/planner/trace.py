@@ -30,7 +30,15 @@ from megatrain.models.structure import Structure, Unit, with_submodule
 logger = logging.getLogger(__name__)
 
 TRACED_LENGTHS = (128, 256)
-TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "top_k")
+TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+    "top_k",
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,9 @@ def layer_arguments(
     """
     prefix, layers_prefix = structure.base_name + ".", structure.layers_name + "."
     base_parameters = {
-        name: p for name, p in structure.model.named_parameters() if name.startswith(prefix) and layers_prefix not in name
+        name: p
+        for name, p in structure.model.named_parameters()
+        if name.startswith(prefix) and layers_prefix not in name
     }
     # On the CPU, zeros of this size are not touched memory: only the rows that are read are ever mapped.
     bound = {
