@@ -127,9 +127,14 @@ def test_tiny_learning_rates_move_bf16_weights_as_fp32_would() -> None:
         weights = weights_of(engine)
     start = dict(model.named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"
-    moved, wanted = weights[name] - start[name].detach(), reference.model.get_parameter(name).detach() - start[name].detach()
+    moved, wanted = (
+        weights[name] - start[name].detach(),
+        reference.model.get_parameter(name).detach() - start[name].detach(),
+    )
     assert float((moved != 0).float().mean()) > 0.99
-    assert float((moved - wanted).norm() / wanted.norm()) < 0.2, "bf16 rounding turns the sign of near-zero gradients only"
+    assert float((moved - wanted).norm() / wanted.norm()) < 0.2, (
+        "bf16 rounding turns the sign of near-zero gradients only"
+    )
 
 
 def test_buffers_keep_their_type_and_long_positions_match() -> None:
@@ -315,7 +320,9 @@ def test_planes_take_twelve_bytes_a_parameter() -> None:
             units = len(engine.structure.units)
             padded = sum(unit.layout.numel for unit in engine.structure.units)
             assert 12 * padded <= planes <= 12 * padded + 4 * 4096 * (units + 1)
-            assert padded - engine.structure.param_count < 64 * sum(len(u.layout.entries) for u in engine.structure.units)
+            assert padded - engine.structure.param_count < 64 * sum(
+                len(u.layout.entries) for u in engine.structure.units
+            )
 
 
 # ------------------------------------------------------------------ faults
@@ -419,7 +426,11 @@ def test_a_closed_engine_says_so() -> None:
     engine = engine_of(build(LLAMA, seed=0))
     engine.close()
     engine.close()
-    for use in (lambda: engine.train_step(rows_of()), lambda: engine.eval_step(rows_of()), lambda: list(engine.named_parameters())):
+    for use in (
+        lambda: engine.train_step(rows_of()),
+        lambda: engine.eval_step(rows_of()),
+        lambda: list(engine.named_parameters()),
+    ):
         with pytest.raises(EngineClosed):
             use()
 

@@ -185,11 +185,23 @@ class FolderWriter:
         self._wait_for_syncs(0)
         body = dict(manifest) | {"files": {name: record.to_json() for name, record in sorted(self.records.items())}}
         self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
+        self._finish(lambda: None)
+
+    def finish_plain(self, check: Callable[[], object]) -> None:
+        """The same for a folder that is no checkpoint and has no manifest.
+
+        Args:
+            check: Called when everything is in `temp` and was read back; what it raises keeps the folder from appearing.
+        """
+        self._finish(check)
+
+    def _finish(self, check: Callable[[], object]) -> None:
         self._wait_for_syncs(0)
         try:
             for folder in sorted({(self.temp / name).parent for name in self.records} | {self.temp}):
                 _sync_folder(folder)
             self._read_back()
+            check()
             self.temp.rename(self.target)
             self._committed = True
             _sync_folder(self.target.parent)

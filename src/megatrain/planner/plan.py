@@ -211,7 +211,8 @@ def _refusal(shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, op
     choice = Search(shape, machine, step, caps, options).leanest()
     host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice)
     text = [
-        f"{shape.name} ({shape.parameters / 1e9:.3g} B parameters), {step.rows} x {step.tokens} tokens a step, does not fit {machine.name}"
+        f"{shape.name} ({shape.parameters / 1e9:.3g} B parameters), {step.rows} x {step.tokens} tokens a step, "
+        f"does not fit {machine.name}"
     ]
     for place, lines, allowed in (("host", host, caps.host_bytes), ("device", device.lines, caps.device_bytes)):
         needed = sum(lines.values())

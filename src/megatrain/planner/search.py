@@ -1,11 +1,11 @@
 """The search: the fastest predicted step that fits. Small, because what can be decided by rule is decided by rule.
 
-Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these the
-rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with activations,
-first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back first. The number
-of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave something to gain.
-Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans less on the link and
-on the CPU.
+Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these
+the rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with
+activations, first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back
+first. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave
+something to gain. Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans
+less on the link and on the CPU.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Search:
 
     @property
     def _may_offload(self) -> bool:
-        return self.options.offload and self.options.segment == 1 and self.options.policy in ("auto", "recompute")
+        options = self.options
+        return options.offload != "off" and options.segment == 1 and options.policy in ("auto", "recompute")
 
     @property
     def _may_reside(self) -> bool:
@@ -159,7 +160,7 @@ class Search:
         """The base with as few offloaded inputs as it needs and as many kept activations as fit; None if it does not fit."""
         if sum(host_lines(self.shape, self.step, self.options, base).values()) > self.caps.host_bytes:
             return None
-        if not self._fits(base):
+        if self.options.offload == "on" or not self._fits(base):
             return self._offloaded(base)
         if self.options.policy != "auto" or self.options.segment > 1:
             return base
@@ -175,7 +176,9 @@ class Search:
         depth = self.shape.depth
         if not self._may_offload or not self._fits(replace(base, offloaded=depth)):
             return None
-        fewest = bisect.bisect_left(range(depth + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
+        fewest = depth
+        if self.options.offload == "auto":
+            fewest = bisect.bisect_left(range(depth + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
         choice = replace(base, offloaded=fewest)
         host = sum(host_lines(self.shape, self.step, self.options, choice).values())
         return choice if host <= self.caps.host_bytes else None
