@@ -410,8 +410,8 @@ def _policy_bound_of_layers(clock: _LayerClock, model: ModelShape, made: Plan, s
     chunk = -(-rows // -(-rows // made.choice.chunk_rows))
     chunks = made.step.rows / chunk
     total = 0.0
-    kinds = sorted({(model.groups[i], policy) for i, policy in enumerate(made.choice.policies)})
-    for group, policy in kinds:
+    kinds: set[tuple[int, Policy]] = {(model.groups[i], policy) for i, policy in enumerate(made.choice.policies)}
+    for group, policy in sorted(kinds):
         seconds = clock.seconds(group, chunk, policy) * chunks
         layers = sum((model.groups[i], p) == (group, policy) for i, p in enumerate(made.choice.policies))
         say(

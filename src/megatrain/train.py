@@ -101,6 +101,7 @@ def train(
             return TrainSummary(folder.path, past.step, total, None, None, None, prepared.start_from, stop.requested)
         folder.create()
         log.open_folder(folder.path)
+        folder.tidy()
         for signal in ("save", "stop"):
             if folder.taken(signal):
                 log.info(f"the file {signal} in {folder.path} is from before the start; removed")

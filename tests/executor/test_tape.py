@@ -45,7 +45,7 @@ def skip(layers: Layers, x: torch.Tensor) -> torch.Tensor:
 
 def several_outputs(layers: Layers, x: torch.Tensor) -> torch.Tensor:
     a, b = layers[0](x)
-    c, unused = layers[1](b, y=a)
+    c, _ = layers[1](b, y=a)
     return c + a
 
 

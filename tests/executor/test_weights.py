@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, batch, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from families import BY_NAME, batch, build
 from megatrain.device.copier import DirectCopier
 from megatrain.device.ring import Slot, SlotState, WeightRing
 from megatrain.device.streams import Streams

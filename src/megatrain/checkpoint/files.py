@@ -464,7 +464,17 @@ def _remove_leftovers(target: Path) -> None:
         _remove_unfinished(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
-    for folder in target.parent.iterdir():
+    remove_leftovers(target.parent, target)
+
+
+def remove_leftovers(parent: Path, target: Path | None = None) -> None:
+    """Remove the temporary folders in `parent` whose writers are gone.
+
+    Args:
+        parent: Where checkpoints are.
+        target: What this process is about to write, if it is.
+    """
+    for folder in parent.iterdir():
         if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
             _remove_unfinished(folder)
@@ -494,9 +504,10 @@ def _writer_identity() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def _is_dead(folder: Path, target: Path) -> bool:
+def _is_dead(folder: Path, target: Path | None) -> bool:
     """Whether a temporary folder is ours and its writer is gone. In doubt (another host, no marker) it is left alone."""
-    if folder.name == f"{target.name}.tmp-{os.getpid()}" and not any(folder.iterdir()):
+    own = target is not None and folder.name == f"{target.name}.tmp-{os.getpid()}"
+    if own and not any(folder.iterdir()):
         return True  # a process that had our id died between the two lines that make a folder and its marker
     try:
         writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
@@ -510,4 +521,4 @@ def _is_dead(folder: Path, target: Path) -> bool:
     except psutil.NoSuchProcess:
         alive = False
     # Our own failed attempt at this very target, whose removal failed too, is not in use either.
-    return not alive or (pid == os.getpid() and folder.name == f"{target.name}.tmp-{pid}")
+    return not alive or (pid == os.getpid() and own)

@@ -191,8 +191,10 @@ def _seconds(candidate: Candidate) -> float:
 def _policies(base: Choice, *, selective: int = 0, keep: int = 0) -> Choice:
     """The last `keep` layers keep all, `selective` before them part."""
     rest = len(base.policies) - selective - keep
-    policies: tuple[Policy, ...] = ("recompute",) * rest + ("selective",) * selective + ("keep",) * keep
-    return replace(base, policies=policies)
+    policies: list[Policy] = ["recompute"] * rest
+    policies += ["selective"] * selective
+    policies += ["keep"] * keep
+    return replace(base, policies=tuple(policies))
 
 
 def _most(depth: int, with_count: Callable[[int], Choice], fits: Callable[[Choice], bool]) -> Choice:
