@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import tiny_run
-
 from megatrain.config.load import load_config
 from megatrain.metrics.record import read_records
 from megatrain.train import train
@@ -190,7 +189,11 @@ def assert_whole(folder: Path) -> None:
         for tensor, entry in json.loads(data[8:begin]).items():
             if tensor != "__metadata__":
                 first, last = entry["data_offsets"]
-                assert zlib.crc32(data[begin + first : begin + last]) == record["tensors"][tensor], (folder, name, tensor)
+                assert zlib.crc32(data[begin + first : begin + last]) == record["tensors"][tensor], (
+                    folder,
+                    name,
+                    tensor,
+                )
 
 
 def assert_equal_runs(run: Path, reference: Path, steps: int) -> None:
@@ -200,7 +203,10 @@ def assert_equal_runs(run: Path, reference: Path, steps: int) -> None:
     _, differing, failed = filecmp.cmpfiles(mine, other, names, shallow=False)
     assert not differing and not failed, (run, differing, failed)
     numbers = [
-        [(r.step, r.loss, r.grad_norm, r.learning_rate, r.trained_tokens) for r in read_records(folder / "metrics.jsonl")]
+        [
+            (r.step, r.loss, r.grad_norm, r.learning_rate, r.trained_tokens)
+            for r in read_records(folder / "metrics.jsonl")
+        ]
         for folder in (run, reference)
     ]
     assert numbers[0] == numbers[1], run

@@ -383,7 +383,7 @@ def _find_data_files(run: RunConfig, problems: Problems) -> None:
     for name, sources in (("data.train", run.data.train), ("data.val.sources", val)):
         for number, source in enumerate(sources):
             with problems.collect():
-                find_files(source.path, f"{name}[{number}].path")
+                find_files(source.path, f"{name}[{number}].path", subset=source.subset, split=source.split)
 
 
 def _look_at_schedule(run: RunConfig, data: _Data | None, log: Callable[[str], None]) -> _Schedule:

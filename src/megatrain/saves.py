@@ -101,8 +101,8 @@ class RunSaves:
         self._folder.mark_latest(target)
         with self._lock:
             self.saved_step, self.checkpoint = step, target
-        self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
         logger.info("step %d: saved %s in %.1f s", step, target, time.perf_counter() - started)
+        self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
 
     def report(self) -> None:
         """After a step: say how far a long save is, and how it went when it has ended."""

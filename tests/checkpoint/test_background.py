@@ -163,7 +163,9 @@ def test_copies_are_bounded(
 
     monkeypatch.setattr(RunningSave, "_claim", watched)
     with engine_of() as engine:
-        unit_bytes = {name: sum(p.nbytes for p in planes.state().values()) for name, planes in engine.store.units.items()}
+        unit_bytes = {
+            name: sum(p.nbytes for p in planes.state().values()) for name, planes in engine.store.units.items()
+        }
         limit = 2 * unit_bytes["layer.0"]
         train(engine, data(1))
         save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=limit)
@@ -284,7 +286,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, at: int, code: int) -> list[str]:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-def test_fault_at_a_system_call_of_a_background_save(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_at_a_system_call_of_a_background_save(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The previous checkpoint stays, nothing is left of the new one, training is not touched, the next step says so."""
     runs = tmp_path / "runs"
     batches = data(3)
@@ -367,7 +371,9 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ loads
 
 
-def test_the_first_forward_starts_when_the_first_units_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_forward_starts_when_the_first_units_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lazy, by order: the reader is held before the last layer until the first layer has been computed."""
     with engine_of() as engine:
         train(engine, data(2))
@@ -397,7 +403,9 @@ def test_the_first_forward_starts_when_the_first_units_are_there(tmp_path: Path,
         assert train(again, data(1, 2)) == wanted
 
 
-def test_a_load_needs_the_weights_of_one_unit_beside_the_planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_needs_the_weights_of_one_unit_beside_the_planes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Peak memory, by count: what the reader allocates is given back before the next unit."""
     with engine_of() as engine:
         engine.save(tmp_path / "ckpt")
@@ -439,9 +447,13 @@ def test_after_a_failed_load_the_engine_refuses_to_compute(wait: bool, resident:
         engine.save(tmp_path / "runs" / "step_2")
         flip_last_byte(tmp_path / "runs" / "step_2" / "state" / "layer.1.safetensors")
         named = r"layer\.1\.safetensors.*tensor lo/.*the newest other one is .*step_1"
-        with pytest.raises(UserError, match=f"(?s){named}"):
+
+        def load_and_train() -> None:
             engine.load(tmp_path / "runs" / "step_2", wait=wait)
             engine.train_step(data(1)[0])
+
+        with pytest.raises(UserError, match=f"(?s){named}"):
+            load_and_train()
         for call in (
             lambda: engine.train_step(data(1)[0]),
             lambda: engine.eval_step(data(1)[0]),

@@ -22,7 +22,11 @@ def checkpoint(family: str, tmp_path: Path, dtype: torch.dtype = torch.float32) 
     """(state, source folder, a run with one checkpoint of it)."""
     source = tmp_path / "source"
     save_family(family, source, dtype=dtype)
-    for name, text in {"tokenizer.json": "{}", "chat_template.jinja": "x", "README.md": "---\nlicense: mit\n---\n"}.items():
+    for name, text in {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "x",
+        "README.md": "---\nlicense: mit\n---\n",
+    }.items():
         (source / name).write_text(text)
     hosted = trained(source)
     run = tmp_path / "run"
@@ -41,7 +45,9 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
     mine, theirs = tensors(out), tensors(source)
     assert {k: (t.shape, t.dtype) for k, t in mine.items()} == {k: (t.shape, t.dtype) for k, t in theirs.items()}
     loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert all(torch.equal(loaded[name], master) for name, master in hosted.masters().items()), "fp32: the exact masters"
+    assert all(torch.equal(loaded[name], master) for name, master in hosted.masters().items()), (
+        "fp32: the exact masters"
+    )
     assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == {
         "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja",
         "README.md", "README.source.md",
@@ -131,5 +137,3 @@ def test_weights_only_is_a_model_folder_of_two_bytes_a_parameter(tmp_path: Path)
             assert torch.equal(loaded[full], unit.layout.view(hosted.store.units[unit.name].hi, local))
     with pytest.raises(UserError, match="weights only"):
         export(tmp_path / "weights", tmp_path / "out")
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from families import BY_NAME, batch, build
 from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
+from megatrain.device.offload import InputStore
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import randomness
 from megatrain.executor.engine import HostEngine
@@ -310,6 +312,25 @@ def test_placement_and_activation_policy_do_not_change_a_bit(
             runs.append((losses, weights_of(engine)))
     assert runs[0][0] == runs[1][0]
     assert_same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 4])
+def test_an_offloaded_input_is_let_go_at_once(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer's input goes to the host, only the latest one before it may still be alive on the device."""
+    sent: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    put = InputStore.put
+
+    def watched(store: InputStore, layer: int, tensor: torch.Tensor) -> None:
+        put(store, layer, tensor)
+        alive.append(sum(reference() is not None for reference in sent))
+        sent.append(weakref.ref(tensor))
+
+    monkeypatch.setattr(InputStore, "put", watched)
+    with engine_of(build(LLAMA, seed=0), offloaded="all", chunk_rows=chunk_rows) as engine:
+        engine.train_step(rows_of())
+    assert len(sent) >= 3
+    assert max(alive) <= 1
 
 
 def test_planes_take_twelve_bytes_a_parameter() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import PreTrainedConfig
 
 from families import BY_NAME, CORE, FAMILIES, Family, build, config
 from megatrain.errors import UserError
 from megatrain.models.build import build_meta_model
-from megatrain.models.structure import Structure, persistent_buffers, take_apart, with_submodule
+from megatrain.models.structure import Structure, attention_shape, persistent_buffers, take_apart, with_submodule
 
 
 def apart(name: str, tie: bool | None = None) -> Structure:
@@ -37,7 +38,11 @@ EMBEDDING = {
         "model.altup_projections.1.weight",
         "model.altup_projections.2.weight",
     ],
-    "bloom": ["transformer.word_embeddings.weight", "transformer.word_embeddings_layernorm.weight"],
+    "bloom": [
+        "transformer.word_embeddings.weight",
+        "transformer.word_embeddings_layernorm.weight",
+        "transformer.word_embeddings_layernorm.bias",
+    ],
 }
 HEAD = {
     "llama": ["model.norm.weight", "lm_head.weight"],
@@ -162,12 +167,6 @@ def test_layers_that_share_parameters_are_refused() -> None:
         take_apart(build(BY_NAME["zamba2"], seed=0))
 
 
-def test_an_encoder_for_classification_is_refused() -> None:
-    small = BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=20)
-    structure = take_apart(BertForSequenceClassification(small))
-    assert structure.layers_name == "bert.encoder.layer", "a stack it has; config loading refuses what is no decoder"
-
-
 def test_a_base_whose_trial_forward_fails_goes_with_the_embedding() -> None:
     """Where nothing can be learnt, the device holds more for the step, and the result is the same."""
     structure = take_apart(Toy(Base(embed=nn.Embedding(7, 4), layers=linears(2), norm=nn.LayerNorm(4)), layers=2))
@@ -182,3 +181,20 @@ def test_a_copy_with_another_submodule_leaves_the_original() -> None:
     assert twin.get_submodule("a.b.c") is replacement
     assert root.get_submodule("a.b.c") is not replacement
     assert twin.get_submodule("a.d") is root.get_submodule("a.d"), "what is off the path is shared"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("llama", (4, 2, 16)), ("gpt2", (4, 4, 16)), ("bloom", (4, 4, 16)), ("mamba", None)]
+)
+def test_attention_shape(name: str, shape: tuple[int, int, int] | None) -> None:
+    assert attention_shape(config(BY_NAME[name])) == shape
+
+
+def test_layers_with_heads_of_different_sizes_have_no_one_shape() -> None:
+    """Gemma 4's published configs: transformers refuses to read `head_dim` from them."""
+    assert attention_shape(wide_heads()) is None
+
+
+def wide_heads() -> PreTrainedConfig:
+    family = BY_NAME["gemma4_text"]
+    return config(dataclasses.replace(family, overrides=family.overrides | {"global_head_dim": 32}))

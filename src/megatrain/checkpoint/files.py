@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -343,10 +344,11 @@ class SafetensorsReader:
         if self._pread(view, self._data_start + begin) != self._record.tensors.get(name):
             raise damaged(self.path, f"tensor {name}: checksum differs")
 
-    def verify(self, name: str, buffer: bytearray) -> None:
+    def verify(self, name: str, buffer: mmap.mmap) -> None:
         """Read a tensor a piece at a time through `buffer`, and keep nothing of it."""
         begin, end = self._entries[name]["data_offsets"]
-        crc, view = 0, memoryview(buffer)
+        crc = 0
+        view = memoryview(buffer)
         for start in range(begin, end, len(buffer)):
             crc = self._pread(view[: min(len(buffer), end - start)], self._data_start + start, crc)
         if crc != self._record.tensors.get(name):
@@ -420,7 +422,8 @@ def _damage(path: Path, record: FileRecord, between: Callable[[], None]) -> User
         if not path.name.endswith(".safetensors"):
             read_verified(path, record)
             return None
-        piece = bytearray(max(1, min(PIECE_BYTES, record.size)))
+        # A mapping of its own, gone with its last view: from the heap, buffers of changing threads would stay for ever.
+        piece = mmap.mmap(-1, max(1, min(PIECE_BYTES, record.size)))
         with SafetensorsReader(path, record) as reader:
             for name in reader.names:
                 between()

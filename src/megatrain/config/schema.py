@@ -74,7 +74,10 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """One source of training samples."""
 
-    path: str = Field(min_length=1, description="file, folder or glob")
+    path: str = Field(
+        min_length=1,
+        description="file, folder, glob, or the id of a data set in the local cache of the Hugging Face hub",
+    )
     weight: Annotated[Float, Field(gt=0)] = Field(
         default=1.0,
         description="how often the source is used per epoch: 0.5 takes half of its samples, 2 takes each twice",
@@ -85,6 +88,8 @@ class SourceConfig(Section):
     columns: dict[str, str] = Field(
         default={}, description="the format's column names -> the file's, where they differ"
     )
+    subset: str | None = Field(default=None, description="subset of a data set of the hub; null: its default one")
+    split: str | None = Field(default=None, description="split of a data set of the hub; null: train")
 
 
 def _as_sources(value: object) -> object:

@@ -55,6 +55,7 @@ class InputStore:
 
     def put(self, layer: int, tensor: torch.Tensor) -> None:
         """Queue the copy of `tensor` to the host. Asynchronous; the caller may let go of it at once."""
+        tensor = tensor.detach()  # copied with its graph, the home would keep the device memory alive
         home = self._home(layer, tensor)
         previous = self._places.get(layer)
         place = _Place(home, self._streams.event(), previous.back if previous else self._streams.event(), tensor.shape)

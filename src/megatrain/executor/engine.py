@@ -51,7 +51,7 @@ from megatrain.models.build import find_model_folder, fp32_parameter_names
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import Shell
-from megatrain.models.structure import persistent_buffers, take_apart
+from megatrain.models.structure import attention_shape, persistent_buffers, take_apart
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, StepCoefficients, unmatched_groups
 from megatrain.optim.scaler import LossScale
@@ -587,14 +587,11 @@ class HostEngine:
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
         """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
-        config = self.config.get_text_config()
-        heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-        if not self._streams.cuda or self._compute == torch.float32 or not isinstance(heads, int):
+        shape = attention_shape(self.config.get_text_config())
+        if not self._streams.cuda or self._compute == torch.float32 or shape is None:
             return ()
-        dim = dim or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
         tokens = batch["input_ids"].shape[1]
-        return tuple(b for b, _ in measured_backends(heads, kv_heads, dim, tokens, self._compute, self.device))
+        return tuple(b for b, _ in measured_backends(*shape, tokens, self._compute, self.device))
 
     def _reset_counters(self) -> None:
         self._weights.update_wait_s = 0.0

@@ -38,7 +38,11 @@ class Binding:
     nodes: tuple[int, ...]
 
     def __str__(self) -> str:
-        where = "node " + str(self.nodes[0]) if len(self.nodes) == 1 else f"nodes {', '.join(map(str, self.nodes))}, spread by pages"
+        where = (
+            "node " + str(self.nodes[0])
+            if len(self.nodes) == 1
+            else f"nodes {', '.join(map(str, self.nodes))}, spread by pages"
+        )
         return f"memory {where}, {len(self.cpus)} cores"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Cut, Options, Policy, StepSize
-from megatrain.planner.memory import held_bytes, saved_bytes
+from megatrain.planner.memory import KEPT_SHARE
 from megatrain.planner.shape import ModelShape
 
 FORWARD_FRACTION = 0.975
@@ -102,9 +102,7 @@ def layer_seconds(
     if policy == "recompute":
         backward += saving
     elif policy == "selective":
-        whole = max(1.0, saved_bytes(shape, layer, step.tokens, options) - shape.hidden * options.compute_bytes)
-        missing = 1.0 - held_bytes(shape, layer, policy, step.tokens, options) / whole
-        backward += REBUILD_TRAFFIC * traffic * missing
+        backward += REBUILD_TRAFFIC * traffic * (1.0 - KEPT_SHARE[policy])
     least = LAUNCH_S * cut.chunks
     forward = plain if policy == "recompute" else saving
     return LayerSeconds(max(forward, least), max(backward, least * (2 if policy == "recompute" else 1)))

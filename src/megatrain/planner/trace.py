@@ -145,9 +145,9 @@ def layer_arguments(
         for name, p in structure.model.named_parameters()
         if name.startswith(prefix) and layers_prefix not in name
     }
-    # On the CPU, zeros of this size are not touched memory: only the rows that are read are ever mapped.
+    # One zero, seen as a tensor of the shape: torch.zeros would write to all of an embedding's gigabytes.
     bound = {
-        name.removeprefix(prefix): torch.zeros(p.shape, dtype=p.dtype, device=ids_BT.device)
+        name.removeprefix(prefix): torch.zeros((), dtype=p.dtype, device=ids_BT.device).expand(p.shape)
         for name, p in base_parameters.items()
     }
     bound |= {name.removeprefix(prefix): b for name, b in buffers.items() if name.startswith(prefix)}
