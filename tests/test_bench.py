@@ -20,8 +20,8 @@ def test_a_planned_benchmark_reports_plan_bounds_and_split() -> None:
     assert len(report.steps) == 3
     assert report.seconds["step"] == sorted(report.steps)[1]
     assert report.tokens_per_second == pytest.approx(4 * 32 / report.seconds["step"])
-    assert report.bound is not None and 0 < report.bound
-    assert report.policy_bound is not None and 0 < report.policy_bound
+    assert report.bound is not None and report.bound > 0
+    assert report.policy_bound is not None and report.policy_bound > 0
     assert report.plan is not None
     assert report.plan["step"]["measured"] == report.seconds["step"]
     assert report.options["resident"][0] == "embedding"  # the plan was followed

@@ -489,6 +489,20 @@ def test_positions_that_do_not_restart_with_the_documents_are_refused() -> None:
         engine.train_step(data)
 
 
+@pytest.mark.parametrize(("name", "isolates"), [("llama", True), ("gpt_oss", False)])
+def test_packed_rows_are_refused_for_a_family_that_mixes_documents(name: str, isolates: bool) -> None:
+    """CASES 32: at the first packed batch, also of an engine made from a model in memory; other rows go on."""
+    family = BY_NAME[name]
+    packed = batch(BY_NAME["llama"], seed=0, rows=2, tokens=16, kind="packed")
+    with engine_of(build(family, seed=0), verify="auto") as engine:
+        if isolates:
+            assert engine.train_step(packed).skipped is None
+            return
+        with pytest.raises(UserError, match="packing: false"):
+            engine.train_step(packed)
+        assert engine.train_step(batch(family, seed=0, rows=2, tokens=16)).skipped is None
+
+
 def test_document_ids_alone_are_enough() -> None:
     model, data = build(LLAMA, seed=0), rows_of(kind="packed")
     with engine_of(model) as engine:

@@ -28,7 +28,7 @@ from megatrain.device.streams import Streams
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import batches, randomness
 from megatrain.executor.assembly import build_model, make_copier, make_slabs, make_weight_stream, pin_planes
-from megatrain.executor.gate import verify_family
+from megatrain.executor.gate import verify_family, verify_packing
 from megatrain.executor.gradients import GradientFlow, Route
 from megatrain.executor.ladder import Denser
 from megatrain.executor.optimizer import HostOptimizer
@@ -172,6 +172,8 @@ class HostEngine:
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         meta = build_model(model, self._compute, trust_remote_code, attn_implementation)
         self.config = meta.config
+        # Kept here because the shell changes the config's implementation for packed rows.
+        self._packing_asks = None if verify == "never" else (meta.config._attn_implementation, trust_remote_code)
         self.structure = take_apart(meta)
         if verify == "always" or (verify == "auto" and not isinstance(model, nn.Module)):
             verify_family(self.config, always=verify == "always", trust_remote_code=trust_remote_code)
@@ -570,7 +572,12 @@ class HostEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        return batches.checked(batch, self.config.get_text_config().vocab_size)
+        checked, tokens = batches.checked(batch, self.config.get_text_config().vocab_size)
+        if self._packing_asks is not None and batches.is_packed(checked):
+            attention, trust_remote_code = self._packing_asks
+            verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
+            self._packing_asks = None
+        return checked, tokens
 
     def _shape(self, batch: Batch) -> StepShape:
         rows, tokens = batch["input_ids"].shape
