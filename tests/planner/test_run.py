@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from ruamel.yaml import YAML
 from families import FAMILIES, build
 from megatrain.cli import main
 from megatrain.config.load import load_config
+from megatrain.executor.engine import HostEngine
 from megatrain.machine.machine import load_machine
 from megatrain.models.build import build_from_memory
 from megatrain.models.structure import take_apart
 from megatrain.planner import StepSize, plan
-from megatrain.planner.run import options_of, plan_run
+from megatrain.planner.run import options_of, plan_run, planned_options
 from megatrain.planner.shape import shape_of_structure
 from tiny_run import config, prepare
 
@@ -91,6 +93,18 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
     assert (options.windows, options.chunk_rows, options.head_chunk_tokens) == (2, 1, 7)
     default = options_of(load_config(run_file))
     assert (default.compute, default.policy, default.windows, default.compiled) == ("bf16", "auto", None, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_on_a_cpu_the_engine_gets_what_the_file_says(run_file: Path) -> None:
+    run = load_config(run_file, ["activations.policy=keep", "batch.chunk_rows=2"])
+    options = planned_options(run)
+    assert options["kept"] == "all"
+    assert options["chunk_rows"] == 2
+    assert set(options) <= set(inspect.signature(HostEngine.__init__).parameters)
+    with HostEngine(run.model.path, device="cpu", **options) as engine:
+        ids = torch.randint(0, 8, (4, 16))
+        assert engine.train_step({"input_ids": ids, "labels": ids}).skipped is None
 
 
 FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3"]

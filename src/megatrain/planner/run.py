@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config.schema import RunConfig
 from megatrain.host.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.choice import Caps, Options, StepSize
 from megatrain.planner.memory import GIB
-from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, plan
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
 from megatrain.planner.shape import shape_of
 
 if TYPE_CHECKING:
@@ -55,6 +55,37 @@ def plan_config(
     step = StepSize(run.rows_per_step, run.data.max_tokens)
     steps = total_steps or run.schedule.steps
     return plan(shape, machine, step, caps, options_of(run), steps=steps)
+
+
+def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[str, Any]:
+    """The part of `HostEngine`'s keyword arguments that a plan decides: by the plan on a GPU, by the config alone on a CPU.
+
+    Args:
+        run: The config of a training run.
+        total_steps: As for `plan_run`.
+
+    Raises:
+        UserError, PlanRefused: As `plan_run`.
+    """
+    import torch
+
+    if run.run.device != "cpu" and torch.cuda.is_available():
+        return engine_options(plan_run(run, total_steps=total_steps))
+    activations = run.activations
+    return {
+        "kept": "all" if activations.policy == "keep" and activations.segment is None else (),
+        "selective": "all" if activations.policy == "selective" and activations.segment is None else (),
+        "offloaded": "all" if activations.offload == "on" else (),
+        "compile": activations.compile,
+        "weight_slots": run.memory.weight_slots,
+        "gradient_slabs": run.memory.gradient_slabs,
+        "gradient_plane": run.memory.gradient_plane,
+        "segment": activations.segment,
+        "chunk_rows": run.batch.chunk_rows,
+        "windows": run.batch.windows,
+        "head_chunk_tokens": run.batch.head_chunk_tokens,
+        "threads": run.run.threads,
+    }
 
 
 def options_of(run: RunConfig) -> Options:

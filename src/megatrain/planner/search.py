@@ -197,10 +197,8 @@ def _seconds(candidate: Candidate) -> float:
 def _policies(base: Choice, *, selective: int = 0, keep: int = 0) -> Choice:
     """The last `keep` layers keep all, `selective` before them part."""
     rest = len(base.policies) - selective - keep
-    policies: list[Policy] = ["recompute"] * rest
-    policies += ["selective"] * selective
-    policies += ["keep"] * keep
-    return replace(base, policies=tuple(policies))
+    order: tuple[tuple[Policy, int], ...] = (("recompute", rest), ("selective", selective), ("keep", keep))
+    return replace(base, policies=tuple(policy for policy, count in order for _ in range(count)))
 
 
 def _most(depth: int, with_count: Callable[[int], Choice], fits: Callable[[Choice], bool]) -> Choice:
