@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint.files import FolderWriter
+from megatrain.checkpoint.files import MARKER_FILE, FolderWriter, _writer_identity
 from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION, STATE_FILE
 from megatrain.errors import UserError
 from megatrain.run_folder import RunFolder
@@ -107,3 +108,17 @@ def test_latest_names_the_newest(tmp_path: Path) -> None:
     for step in (1, 2):
         run.mark_latest(run.checkpoint(step))
         assert (run.checkpoints / "latest").read_text() == f"step_{step:06d}\n"
+
+
+def test_what_dead_processes_left_is_tidied_and_nothing_else(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 1, 2)
+    dead = json.dumps({**_writer_identity(), "started": 1.0})
+    half = run.checkpoints / "step_000003.tmp-1"
+    half.mkdir()
+    for folder in (half, run.checkpoint(2)):  # killed while it wrote one, and between the rename and the end of another
+        (folder / MARKER_FILE).write_text(dead)
+    (run.checkpoints / "mine.tmp-1").mkdir()
+    run.tidy()
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step_000001", "step_000002", "mine.tmp-1"}
+    assert not (run.checkpoint(2) / MARKER_FILE).exists()
+    assert run.resume_point("latest") == run.checkpoint(2)

@@ -179,7 +179,16 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
     """
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
+    from megatrain.planner.run import planned_options
 
+    planned: dict[str, Any] = {
+        # fp16 refuses to do without the plane, although an evaluation never uses it
+        "gradient_plane": run.memory.gradient_plane and run.precision.compute_dtype == "fp16",
+        "chunk_rows": run.batch.chunk_rows,
+        "head_chunk_tokens": run.batch.head_chunk_tokens,
+        "compile": run.activations.compile,
+        "threads": run.run.threads,
+    }
     return HostEngine(
         model_folder,
         device=run.run.device,
@@ -187,20 +196,14 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         compute_dtype=run.precision.compute_dtype,
         grad_transport=run.precision.grad_transport,
         pin=run.memory.pin,
-        weight_slots=run.memory.weight_slots,
-        gradient_slabs=run.memory.gradient_slabs,
-        # fp16 refuses to do without the plane, although an evaluation never uses it
-        gradient_plane=run.memory.gradient_plane and (for_training or run.precision.compute_dtype == "fp16"),
-        segment=run.activations.segment,
-        chunk_rows=run.batch.chunk_rows,
-        windows=run.batch.windows if for_training else 1,
-        threads=run.run.threads,
         host_gib=None if run.memory.host_gib == "auto" else run.memory.host_gib,
+        device_gib=None if run.memory.device_gib == "auto" else run.memory.device_gib,
         init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
         verify="never",  # `prepare` has verified the family
+        **(planned_options(run) if for_training else planned),
     )
 
 
@@ -414,21 +417,17 @@ def _look_at_schedule(run: RunConfig, data: _Data | None, log: Callable[[str], N
 
 
 def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> None:
-    import torch
-
-    needed = ledger.memory_ledger(model.shape, run, device=model.device, compute_dtype=model.compute_dtype)
-    device_available = None
+    """Compare the run with the machine's memory: by the plan on a GPU, by the planes on a CPU. Raises PlanRefused."""
     if model.device == "cuda":
-        device_available, _ = torch.cuda.mem_get_info()
-        if run.memory.device_gib != "auto":
-            device_available = min(device_available, int(run.memory.device_gib * ledger.GIB))
+        from megatrain.planner.report import plan_text
+        from megatrain.planner.run import plan_run
+
+        log(plan_text(plan_run(run)))
+        return
+    needed = ledger.memory_ledger(model.shape, run, device=model.device, compute_dtype=model.compute_dtype)
     host_available = ledger.host_available_bytes(run.memory.host_gib)
     log(f"host memory: {ledger.gib(needed.host_bytes)} needed, {ledger.gib(host_available)} available")
-    if device_available is not None:
-        log(
-            f"device memory: at least {ledger.gib(needed.device_bytes)} needed, {ledger.gib(device_available)} available"
-        )
-    ledger.refuse_if_too_large(needed, host_available=host_available, device_available=device_available, run=run)
+    ledger.refuse_if_too_large(needed, host_available=host_available, device_available=None, run=run)
 
 
 def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ import os
 import re
 from pathlib import Path
 
-from megatrain.checkpoint.files import remove_folder, remove_leftovers
+from megatrain.checkpoint.files import MARKER_FILE, remove_folder, remove_leftovers
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.errors import UserError
 
@@ -53,10 +53,13 @@ class RunFolder:
         return self.checkpoints / f"step_{step:06d}"
 
     def tidy(self) -> None:
-        """Remove what a process that died was writing, or removing."""
+        """Remove what a process that died was writing, or removing, and its mark on what it had just completed."""
         for parent in (self.checkpoints, self.weights):
             if parent.is_dir():
                 remove_leftovers(parent)
+                for path in self._step_folders(parent):
+                    if is_complete(path):
+                        (path / MARKER_FILE).unlink(missing_ok=True)
 
     def taken(self, signal: str) -> bool:
         """Whether the file `save` or `stop` is there; it is removed, so that it counts once."""

@@ -361,7 +361,8 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
             train(engine, batches)
             save.result()
             files.remove_folder(tmp_path / f"s{number}")
-            gc.collect()
+            if number in (5, 25):
+                gc.collect()
             sizes.append(process.memory_info().rss)
         state_bytes = sum(p.nbytes for planes in engine.store.units.values() for p in planes.state().values())
     assert state_bytes > 20 << 20

@@ -43,7 +43,8 @@ def test_a_layer_holds_what_was_measured(shape: Shapes, policy: str, measured_gi
 def test_peak_of_an_all_host_eager_step_as_measured(shape: Shapes) -> None:
     model = shape("qwen3-8b")
     peak = device_peak(model, STEP, Options(compiled=False), choice(model, chunk_rows=16, head_chunk_tokens=2355))
-    assert peak.nbytes / GIB == pytest.approx(22.6, rel=0.05)
+    # Measured 22.6 GiB when the previous chunk's part of the head's gradient (bf16, 1.16 GiB) was not let go yet.
+    assert peak.nbytes / GIB == pytest.approx(22.6 - 1.16, rel=0.05)
     assert peak.moment == "head"
 
 

@@ -144,8 +144,10 @@ class GradientFlow:
         self._edge_slabs = edge_slabs
         self._jobs = jobs
         self._poison = poison
-        layer_numel = max((unit.layout.numel for unit in units if unit.layer is not None), default=0)
-        self._staging = [Staging(streams, layer_numel, transport) for _ in range(2)]
+        layers = [unit for unit in units if unit.layer is not None]
+        layer_numel = max((unit.layout.numel for unit in layers), default=0)
+        streamed = [unit.layout.numel for unit in layers if not store.units[unit.name].resident]
+        self._staging = [Staging(streams, max(streamed, default=0), transport) for _ in range(2)]
         self._turn = 0
         self._chunk_sum: torch.Tensor | None = None  # fp32 (layer_numel,), made when a window first has several chunks
         self._layer_numel = layer_numel

@@ -280,8 +280,9 @@ class StepRunner:
             positions = targets.positions[start : start + len(labels_N)]
             d_flat.index_copy_(0, positions, d_hidden_ND[: len(positions)])
             start += len(positions)
-            for name, gradient in zip(names, d_weights, strict=True):
-                self._gradients.edges.add(name, gradient)
+            for name in reversed(names):
+                self._gradients.edges.add(name, d_weights.pop())
+            del d_hidden_ND, chunk_loss  # the next chunk needs their memory
         return d_hidden_BTD
 
     def _token_chunks(

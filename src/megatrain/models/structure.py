@@ -212,11 +212,9 @@ def _read_before_layers(model: nn.Module, base_name: str, layers_name: str) -> s
     """Full names of base model parameters that its forward reads before the first layer. See [Note: embedding or head]."""
     prefix, layers_prefix = base_name + ".", layers_name + "."
     shell_names = [n for n, _ in model.named_parameters() if n.startswith(prefix) and not n.startswith(layers_prefix)]
-    # Zeros of this size are not touched memory: only the rows that the forward reads are ever mapped.
-    zeros = {
-        name: torch.zeros(model.get_parameter(name).shape, dtype=model.get_parameter(name).dtype)
-        for name in shell_names
-    }
+    # One zero each, seen in the parameter's shape: no memory, however large the vocabulary.
+    parameters = {name: model.get_parameter(name) for name in shell_names}
+    zeros = {name: torch.zeros((), dtype=p.dtype).expand(p.shape) for name, p in parameters.items()}
     stops = nn.ModuleList(_Stop(layer) for layer in model.get_submodule(layers_name))  # type: ignore[arg-type]
     base = with_submodule(model, layers_name, stops).get_submodule(base_name)
     bound = {name.removeprefix(prefix): tensor for name, tensor in zeros.items()}

@@ -34,7 +34,7 @@ PROCESS_BYTES = 2 * GIB
 KERNEL_BYTES = 96 << 20
 """Workspaces of matrix kernels, tables of the rotary embedding, and other small things on the device."""
 EAGER_FACTOR = 1.7
-PREVIOUS_PARTS = 1
+PREVIOUS_PARTS = 0
 """Parts of the head's gradient that are still referred to while the next token chunk is computed."""
 SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
@@ -86,7 +86,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
         "resident units: weights and moments (12 bytes a parameter)": 12 * choice.resident_elements(shape),
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
-        "gradient staging": 2 * max(shape.layers) * options.transport_bytes,
+        "gradient staging": 2 * widest * options.transport_bytes,
         "kernel workspaces, inputs": KERNEL_BYTES + 24 * step.all_tokens,
     }
     if cut.chunks > 1 and options.transport_bytes < 4:
