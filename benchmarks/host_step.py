@@ -61,7 +61,9 @@ def main(size: str, rows: int, tokens: int, steps: int, options: dict[str, Any])
     engine = HostEngine(
         config_folder(size, layers), init="random", optim=AdamW(learning_rate=1e-5, max_grad_norm=1.0), **options
     )
-    print(f"init {time.perf_counter() - started:.1f} s, {engine.structure.param_count / 1e9:.2f} B parameters", flush=True)
+    print(
+        f"init {time.perf_counter() - started:.1f} s, {engine.structure.param_count / 1e9:.2f} B parameters", flush=True
+    )
     seconds = []
     for step in range(steps):
         ids = torch.randint(0, 151936, (rows, tokens), generator=torch.Generator().manual_seed(step))

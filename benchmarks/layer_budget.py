@@ -37,11 +37,13 @@ def gpu_adamw(numel=193_000_000):
     planes = [torch.randn(numel, device="cuda").bfloat16(), torch.randint(-9, 9, (numel,), device="cuda").short()]
     planes += [torch.randn(numel, device="cuda") * 0.1, torch.rand(numel, device="cuda") * 0.1]
     twin = [p.clone() for p in planes]
-    segments = segments_of([("a.weight", (numel // 2, 1), 0, numel // 2), ("b", (numel // 2,), numel // 2, numel // 2)], AdamW())
+    segments = segments_of(
+        [("a.weight", (numel // 2, 1), 0, numel // 2), ("b", (numel // 2,), numel // 2, numel // 2)], AdamW()
+    )
     coefficients = StepCoefficients.of(AdamW(), 3, 1e-3, 0.37)
     update_(*planes, g, segments, coefficients)
     adamw_(*twin, g, segments, coefficients)
-    same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(planes, twin)]
+    same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(planes, twin, strict=True)]
     t = seconds(lambda: update_(*planes, g, segments, coefficients))
     print(f"gpu adamw: same bits {same}, {numel / t / 1e9:.1f} G params/s", flush=True)
 
@@ -60,7 +62,10 @@ def head(size, tokens_list, hidden, vocabulary=151936):
             base = torch.cuda.memory_allocated()
             t = seconds(lambda: torch.autograd.grad(f(h, y), [h, weight]))
             peak = torch.cuda.max_memory_allocated() - base
-            print(f"head {name} {tokens} tokens: {t / tokens * 32768:.3f} s per 32k tokens, peak {peak / 2**30:.2f} GiB", flush=True)
+            print(
+                f"head {name} {tokens} tokens: {t / tokens * 32768:.3f} s per 32k tokens, peak {peak / 2**30:.2f} GiB",
+                flush=True,
+            )
 
 
 def main(size, rows, tokens, budgets):
@@ -74,7 +79,9 @@ def main(size, rows, tokens, budgets):
     x = torch.randn(rows, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     rotary = meta.model.rotary_emb.cuda()
     position = rotary(x, torch.arange(tokens, device="cuda")[None])
-    order = measured_backends(config.num_attention_heads, config.num_key_value_heads, config.head_dim, tokens, torch.bfloat16, x.device)
+    order = measured_backends(
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, tokens, torch.bfloat16, x.device
+    )
     print("attention", [(b.name, round(ms, 2)) for b, ms in order], flush=True)
     kwargs = {"position_embeddings": position, "attention_mask": None, "position_ids": None, "use_cache": False}
     with fastest_attention(tuple(b for b, _ in order)):
@@ -98,12 +105,18 @@ def main(size, rows, tokens, budgets):
             del grads, y
             forward = seconds(lambda: code("keep", weights, (x,), kwargs))
             both = seconds(lambda: torch.autograd.grad(code("keep", weights, (x,), kwargs), [x, *weights.values()], g))
-            print(f"budget {budget}: compile {compiled:.0f} s, held {held / 2**30:.2f} GiB, backward peak +{peak / 2**30:.2f} GiB, "
-                  f"forward {forward * 1e3:.1f} ms, both {both * 1e3:.1f} ms", flush=True)
+            print(
+                f"budget {budget}: compile {compiled:.0f} s, held {held / 2**30:.2f} GiB, backward peak +{peak / 2**30:.2f} GiB, "
+                f"forward {forward * 1e3:.1f} ms, both {both * 1e3:.1f} ms",
+                flush=True,
+            )
         code = LayerCode(module, "fwd", compiled=True)
         with torch.no_grad():
             code("forward", weights, (x,), kwargs)
-            print(f"forward without gradients {seconds(lambda: code('forward', weights, (x,), kwargs)) * 1e3:.1f} ms", flush=True)
+            print(
+                f"forward without gradients {seconds(lambda: code('forward', weights, (x,), kwargs)) * 1e3:.1f} ms",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

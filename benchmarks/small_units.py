@@ -1,4 +1,4 @@
-"""Many small units: SmolLM2-135M's shape, everything resident, beside the plain loop (Hugging Face + fused AdamW, all on the GPU).
+"""Many small units: SmolLM2-135M's shape, all resident, beside the plain loop (Hugging Face + fused AdamW, all on the GPU).
 
 Use: python benchmarks/small_units.py ROWS TOKENS STEPS
 The plain loop runs twice: weights in bf16 (no fp32 master), and fp32 weights under bf16 autocast.
@@ -66,7 +66,10 @@ def main(rows: int, tokens: int, steps: int) -> None:
                 seconds.append(result.seconds["step"])
             split = ", ".join(f"{k} {v:.3f}" for k, v in result.seconds.items())
         median, peak = statistics.median(seconds[3:]), torch.cuda.max_memory_allocated() / 2**30
-        print(f"{name}: {median * 1e3:.1f} ms, {rows * tokens / median:.0f} tokens/s, peak {peak:.1f} GiB [{split}]", flush=True)
+        print(
+            f"{name}: {median * 1e3:.1f} ms, {rows * tokens / median:.0f} tokens/s, peak {peak:.1f} GiB [{split}]",
+            flush=True,
+        )
     for name, autocast in (("plain, bf16 weights", False), ("plain, fp32 weights, autocast", True)):
         torch.cuda.empty_cache()
         torch.manual_seed(0)

@@ -39,6 +39,9 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
 )
 
 
+AIMED_S = 0.05
+
+
 @dataclass
 class Report:
     """What the kills hit.
@@ -106,9 +109,11 @@ def one_run(
     """Kill and resume one run until it has ended; after the last kill it is left alone."""
     while True:
         expected, before = newest_whole(run), resumes(run)
-        moment_s = rng.uniform(0, duration_s) if report.kills < kills else None
+        # Every second kill is aimed at a save: at a random moment of one that has begun, whatever the machine's speed.
+        aimed = report.kills % 2 == 1
+        moment_s = rng.uniform(0, AIMED_S if aimed else duration_s) if report.kills < kills else None
         started = time.monotonic()
-        killed = run_to_end(folder, run, steps, words, moment_s)
+        killed = run_to_end(folder, run, steps, words, moment_s, aimed)
         for step in resumes(run)[len(before) :]:  # none where the kill came first
             report.resumes += 1
             assert step == expected, f"{run} went on after step {step}, not {expected}"
@@ -123,9 +128,14 @@ def one_run(
 
 
 def run_to_end(
-    folder: Path, run: Path, steps: int, words: tuple[str, ...], kill_after_s: float | None = None
+    folder: Path, run: Path, steps: int, words: tuple[str, ...], kill_after_s: float | None = None, aimed: bool = False
 ) -> int | None:
-    """Train in a child. Returns its process id if it was killed, None if it came to its end."""
+    """Train in a child. Returns its process id if it was killed, None if it came to its end.
+
+    Args:
+        kill_after_s: When to kill it; None: never.
+        aimed: Count that from the moment when it begins to write a checkpoint.
+    """
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:  # must never come back into the parent's code
@@ -142,6 +152,7 @@ def run_to_end(
             code = 0
         finally:
             os._exit(code)
+    begun = None if aimed else started
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         elapsed_s = time.monotonic() - started
@@ -149,7 +160,9 @@ def run_to_end(
             assert os.waitstatus_to_exitcode(status) == 0, (folder / "output.txt").read_text()[-3000:]
             (run / "seconds").write_text(json.dumps(elapsed_s))
             return None
-        if kill_after_s is not None and elapsed_s >= kill_after_s:
+        if begun is None and (not aimed or any(run.glob(f"checkpoints/*.tmp-{pid}"))):
+            begun = time.monotonic()
+        if kill_after_s is not None and begun is not None and time.monotonic() - begun >= kill_after_s:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return pid

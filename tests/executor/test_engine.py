@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, batch, build
-from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
+from families import BY_NAME, batch, build
 from megatrain.device.offload import InputStore
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import randomness
 from megatrain.executor.engine import HostEngine
 from megatrain.optim.adamw import AdamW
+from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
 LLAMA = BY_NAME["llama"]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, CORE, Family, batch, build
-from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
 
+from families import BY_NAME, CORE, Family, batch, build
 from megatrain.device.streams import Streams
 from megatrain.executor.engine import HostEngine
 from megatrain.host.planes import split_
 from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
 from megatrain.optim.device import update_
 from megatrain.optim.reference import adamw_
+from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
 
 pytestmark = pytest.mark.gpu
 

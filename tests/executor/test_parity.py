@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from families import CORE, FAMILIES, Family, batch, build
-from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
 
+from families import CORE, FAMILIES, Family, batch, build
 from megatrain.executor.engine import HostEngine
 from megatrain.models.families import TESTED
 from megatrain.optim.adamw import AdamW
+from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
 
 LOSS = 1e-6
 GRADIENT = 1e-5
 WEIGHT = 1e-6
 LEARNING_RATE, MAX_NORM = 1e-4, 0.1
 EPS = 1e-4
-"""Of AdamW, on both sides. AdamW divides by the root of the second moment: with eps 1e-8 an element whose gradient is pure rounding
-noise (a key bias, whose gradient is zero mathematically) moves by the whole learning rate in a random direction, on either side."""
+"""Of AdamW, on both sides. AdamW divides by the root of the second moment: with eps 1e-8 an element whose gradient is pure
+rounding noise (a key bias, whose gradient is zero mathematically) moves by the whole learning rate in a random direction, on
+either side."""
 
 
 def engine_of(model: torch.nn.Module, **options: Any) -> HostEngine:

@@ -87,7 +87,8 @@ def test_offloaded_inputs_move_from_device_to_host(shape: Shapes) -> None:
     one_input = STEP.all_tokens * model.hidden * 2
     with_all = device_peak(model, STEP, Options(), choice(model))
     with_few = device_peak(model, STEP, Options(), choice(model, offloaded=30))
-    assert with_all.lines["layer inputs"] - with_few.lines["layer inputs"] == 30 * one_input
+    moved = (with_all.lines["layer inputs"] - with_few.lines["layer inputs"]) / one_input
+    assert 28 <= moved <= 30, "at the worst moment up to two inputs are on their way back"
     assert (
         host_lines(model, STEP, Options(), choice(model, offloaded=30))["offloaded inputs of 30 layers"]
         == 30 * one_input
