@@ -71,6 +71,11 @@ def documents_of(position_ids_BT: torch.Tensor) -> torch.Tensor:
     return starts.cumsum(dim=1)
 
 
+# torch 2.13 renamed the two and warns at each call of the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class _GatherTokens(torch.autograd.Function):
     """(2, B, K, L, E) -> (2, B, K, T, E); the backward sums every rank's gradient of this rank's tokens."""
 
@@ -79,7 +84,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx.group = group
         parts = dist.get_world_size(group)
         gathered = local.new_empty((parts * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        _all_gather(gathered, local.contiguous(), group=group)
         return torch.cat(gathered.chunk(parts), dim=-2)
 
     @staticmethod
@@ -87,7 +92,7 @@ class _GatherTokens(torch.autograd.Function):
         parts = dist.get_world_size(ctx.group)
         stacked = torch.cat(gradient.chunk(parts, dim=-2))
         local = gradient.new_empty((stacked.shape[0] // parts, *stacked.shape[1:]))
-        dist.reduce_scatter_tensor(local, stacked.contiguous(), group=ctx.group)
+        _reduce_scatter(local, stacked.contiguous(), group=ctx.group)
         return local, None
 
 

@@ -175,7 +175,7 @@ class Stage(nn.Module):
         if not self.part.last:
             return hidden
         assert labels is not None, "the last stage needs labels"
-        return (self._loss(hidden, labels) / self.loss_divisor).reshape(1)
+        return torch.stack([self._loss(hidden, labels) / self.loss_divisor])  # not a view: FSDP hooks outputs
 
     def _hidden(
         self, given: torch.Tensor, position_ids: torch.Tensor | None, documents: torch.Tensor | None
