@@ -25,12 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor import batches as host_batches
 from megatrain.executor.engine import EvalResult, StepResult
-from megatrain.mesh import context
+from megatrain.mesh import context, exact
 from megatrain.mesh.batches import Batch, microbatches, without_mask
 from megatrain.mesh.context import TokenMap, zigzag_order
 from megatrain.mesh.data_parallel import local, shard
 from megatrain.mesh.devices import Devices
-from megatrain.mesh.exact import Fp32MeansFp64
 from megatrain.mesh.gradients import Gradients
 from megatrain.mesh.layout import Layout, dropout_keys, split_layers
 from megatrain.mesh.schedule import Runner
@@ -239,9 +238,11 @@ class MeshEngine:
             parallelize(stage, self.structure, self.devices.mesh["tensor"])
         if layout.context > 1:
             stage.token_map = self._token_map
+        if self._compute == "fp64":
+            stage.checkpoint_kwargs["context_fn"] = exact.both
         if recompute:
             for layer in stage.own_layers():
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+                layer.forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)  # type: ignore[method-assign]
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self._compute == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -265,7 +266,7 @@ class MeshEngine:
         return without_mask(checked), tokens
 
     def _exact(self) -> contextlib.AbstractContextManager[Any]:
-        return Fp32MeansFp64() if self._compute == "fp64" else contextlib.nullcontext()
+        return exact.Fp32MeansFp64() if self._compute == "fp64" else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:

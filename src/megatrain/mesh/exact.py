@@ -21,3 +21,8 @@ class Fp32MeansFp64(TorchFunctionMode):
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+def both() -> tuple[Fp32MeansFp64, Fp32MeansFp64]:
+    """For a checkpoint's forward and its recompute: inside `backward`, the caller's modes are off."""
+    return Fp32MeansFp64(), Fp32MeansFp64()

@@ -120,6 +120,7 @@ class Stage(nn.Module):
         self.part = part
         self.tensor = tensor
         self.split_head = split_head and tensor == 1
+        self.checkpoint_kwargs: dict[str, Any] = {"use_reentrant": False}
         self.loss_sum: LossSum = cross_entropy_sum
         self.loss_divisor = 1.0
         """Target tokens of the whole step; set before each step."""
@@ -207,7 +208,7 @@ class Stage(nn.Module):
         losses = []
         for start in range(0, max(1, len(labels_N)), HEAD_CHUNK_TOKENS):
             chunk = slice(start, start + HEAD_CHUNK_TOKENS)
-            losses.append(checkpoint(self._chunk_loss, hidden_ND[chunk], labels_N[chunk], use_reentrant=False))
+            losses.append(checkpoint(self._chunk_loss, hidden_ND[chunk], labels_N[chunk], **self.checkpoint_kwargs))
         return torch.stack(losses).sum()
 
     def _chunk_loss(self, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
