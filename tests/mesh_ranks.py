@@ -24,7 +24,7 @@ import torch.distributed as dist
 TIMEOUT_S = 120
 
 
-class RankFailed(AssertionError):
+class RankFailed(RuntimeError):
     """One or more ranks raised; the message has their tracebacks."""
 
 
