@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from families import FAMILIES, Family, build
 from transformers import PreTrainedModel
 
+from families import FAMILIES, Family, build
+from megatrain.checkpoint.reader import load_checkpoint
+from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.host.store import HostStore
 from megatrain.models.build import build_meta_model, load_model_config
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
+from megatrain.models.weights import load_weights
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -68,3 +71,41 @@ def save_family(family: str | Family, folder: Path, tie: bool | None = None, dty
     model = build(BY_NAME[family] if isinstance(family, str) else family, seed=0, tie=tie).to(dtype)
     model.save_pretrained(folder)
     return model
+
+
+def trained(folder: Path, split: bool = True, seed: int = 1) -> Hosted:
+    """The folder's model with a state as after training."""
+    hosted = host_folder(folder, split)
+    load_weights(folder, hosted.structure, hosted.store, hosted.buffers)
+    hosted.randomise(seed)
+    for buffer in hosted.buffers.values():
+        if buffer.is_floating_point():
+            buffer.add_(0.125)
+    return hosted
+
+
+def save(hosted: Hosted, target: Path, source: Path | None, **state) -> Path:
+    save_checkpoint(
+        target,
+        structure=hosted.structure,
+        store=hosted.store,
+        buffers=hosted.buffers,
+        state={"step": 1, **state},
+        source_folder=source,
+    )
+    return target
+
+
+def load(target: Path, hosted: Hosted) -> dict:
+    return load_checkpoint(target, structure=hosted.structure, store=hosted.store, buffers=hosted.buffers)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same_state(a: Hosted, b: Hosted) -> None:
+    mine, other = a.planes(), b.planes()
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(as_bits(mine[key]), as_bits(other[key])) for key in mine)
+    assert all(torch.equal(a.buffers[key], b.buffers[key]) for key in a.buffers)

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-WORDS = "the a cat dog bird tree river sees likes finds small large old new and or but red green blue".split()
+from tiny_tokenizer import CHATML, make_tokenizer
+
+# Words of the corpus that the tokenizer was trained on: about a token each.
+WORDS = (
+    "the quick brown fox jumps over lazy dog and does not care at all what is capital of France Paris user assistant "
+    "system think hello answer question thought number one two three"
+).split()
 
 
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-@functools.cache
-def _tokenizer_json(seed: int = 0) -> str:
-    rng = random.Random(seed)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=360,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((sentence(rng, 20) for _ in range(50)), trainer)
-    return tokenizer.to_str()
-
-
 def write_model(folder: Path, *, weights: bool = True, chat_template: bool = True, **config: Any) -> Path:
     """A Llama of some ten thousand parameters, as a Hugging Face folder."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_tokenizer_json()), eos_token="<|end|>", pad_token="<|pad|>"
-    )
-    if chat_template:
-        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = make_tokenizer(CHATML if chat_template else None)
     tokenizer.save_pretrained(folder)
     fields = {
         "vocab_size": len(tokenizer),

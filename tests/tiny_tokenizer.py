@@ -7,7 +7,7 @@ import functools
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not care at all.",
     "What is the capital of France? The capital of France is Paris.",
@@ -49,9 +49,9 @@ THINKING = (
 )
 """Drops the thoughts of turns before the last question, as Qwen 3 does."""
 
-OPENED_THOUGHT = THINKING.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}").replace(
-    "'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''"
-)
+OPENED_THOUGHT = THINKING.replace(
+    "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
+).replace("'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''")
 """The prompt opens a thought that the rendered turn does not have, as the R1 distillations do."""
 
 HEADERS_WITH_BOS = (
@@ -65,8 +65,28 @@ NO_TURN_END = (
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
-NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+NO_GENERATION_PROMPT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+)
 """Takes no notice of add_generation_prompt."""
+
+NEXT_TURN_ENDS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + (('<think>' + m['reasoning_content'] + '</think>') "
+    "if m['reasoning_content'] and loop.last else '') + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""No token of its own ends an answer, as GLM 4.5; thoughts of the past are dropped."""
+
+NO_THOUGHTS = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+"""Drops every thought, as the R1 distillations do."""
+
+TEXT_CALLS = CHATML.replace(
+    "+ m['content'] +", "+ m['content'] + (m['tool_calls'][0]['function']['arguments'] if m['tool_calls'] else '') +"
+)
+"""Joins the arguments of a tool call as text, as DeepSeek's do."""
+
+OBJECT_CALLS = TEXT_CALLS.replace("['arguments'] if", "['arguments'] | tojson if")
+"""Writes them as JSON, as Qwen's."""
 
 ALTERNATING = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -105,7 +125,7 @@ def make_tokenizer(
         bos_token="<|begin|>",
         eos_token="<|im_end|>",
         pad_token=pad,
-        extra_special_tokens=["<|im_start|>"],
+        extra_special_tokens=["<|im_start|>", "<|user|>", "<|assistant|>", "<|tool|>"],
     )
     tokenizer.chat_template = template
     tokenizer.name_or_path = "tiny"

@@ -6,7 +6,6 @@ its problem to the list; what depends on a failed one is left out. All problems 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -36,6 +33,7 @@ class Prepared:
     Attributes:
         run: The config.
         model_folder: The local folder behind `model.path`.
+        start_from: The checkpoint to resume from; None for a run from the beginning.
         loader: Training batches.
         val: Held-out rows.
         total_steps: Length of the run in optimizer steps.
@@ -45,6 +43,7 @@ class Prepared:
 
     run: RunConfig
     model_folder: Path
+    start_from: Path | None
     loader: StepLoader
     val: PackedRows | None
     total_steps: int
@@ -103,8 +102,9 @@ def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -
         UserError, PlanRefused: All problems in one error.
     """
     problems = Problems()
+    start_from = None
     with problems.collect():
-        RunFolder(run.run.dir).resume_point(resume)
+        start_from = RunFolder(run.run.dir).resume_point(resume)
     with problems.collect():
         _check_folder(run)
     with problems.collect():
@@ -120,7 +120,9 @@ def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -
             data = _look_at_data(run, model, log)
         with problems.collect():
             _check_memory(run, model, log)
-    if data is not None:
+    else:
+        _find_data_files(run, problems)
+    if data is not None or run.schedule.steps is not None:
         with problems.collect():
             schedule = _look_at_schedule(run, data, log)
     if model is not None and schedule is not None:
@@ -131,6 +133,7 @@ def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -
     return Prepared(
         run=run,
         model_folder=model.folder,
+        start_from=start_from,
         loader=data.loader,
         val=data.val,
         total_steps=schedule.total_steps,
@@ -191,6 +194,7 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         chunk_rows=run.batch.chunk_rows,
         windows=run.batch.windows if for_training else 1,
         threads=run.run.threads,
+        host_gib=None if run.memory.host_gib == "auto" else run.memory.host_gib,
         init="random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
@@ -350,22 +354,39 @@ def _look_at_data(run: RunConfig, model: _Model, log: Callable[[str], None]) -> 
     return _Data(loader, val, fingerprint)
 
 
-def _look_at_schedule(run: RunConfig, data: _Data, log: Callable[[str], None]) -> _Schedule:
-    """Steps are counted after packing, so that they are the run's real ones."""
+def _find_data_files(run: RunConfig, problems: Problems) -> None:
+    """What can be said of the data without a tokenizer: whether they are there."""
+    from megatrain.data.sources import find_files
+
+    val = run.data.val.sources or () if run.data.val is not None else ()
+    for name, sources in (("data.train", run.data.train), ("data.val.sources", val)):
+        for number, source in enumerate(sources):
+            with problems.collect():
+                find_files(source.path, f"{name}[{number}].path")
+
+
+def _look_at_schedule(run: RunConfig, data: _Data | None, log: Callable[[str], None]) -> _Schedule:
+    """Steps per epoch are counted after packing, so that they are the run's real ones.
+
+    Args:
+        data: May be missing where the config gives the number of steps.
+    """
     from megatrain.optim.schedule import Schedule, whole_steps
 
     section = run.schedule
-    total = section.total_steps(data.loader.steps_per_epoch)
+    total = section.total_steps(data.loader.steps_per_epoch if data is not None else 0)
+    per_epoch = f" ({data.loader.steps_per_epoch} per epoch)" if data is not None else ""
     warmup = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else section.warmup_steps or 0
     if warmup >= total:
         raise UserError(
-            f"a warm-up of {warmup} steps does not fit into a run of {total} ({data.loader.steps_per_epoch} steps per epoch)",
+            f"a warm-up of {warmup} steps does not fit into a run of {total}{per_epoch}",
             "schedule.warmup_ratio" if section.warmup_ratio else "schedule.warmup_steps",
-            "shorten the warm-up, or train longer (schedule.epochs, schedule.steps) or in smaller steps (batch.tokens_per_step)",
+            "shorten the warm-up, or train longer (schedule.epochs, schedule.steps) or in smaller steps "
+            "(batch.tokens_per_step)",
         )
     schedule = Schedule(section.kind, total, warmup, section.min_lr_ratio, section.decay_ratio)
     log(
-        f"{total} steps of {run.batch.tokens_per_step:,} tokens, {data.loader.steps_per_epoch} per epoch; "
+        f"{total} steps of {run.batch.tokens_per_step:,} tokens{per_epoch}; "
         f"{section.kind} schedule, {warmup} steps of warm-up to {run.optim.learning_rate:g}"
     )
     return _Schedule(total, lambda step: run.optim.learning_rate * schedule.lr_factor(step))

@@ -10,7 +10,7 @@ A step that is skipped (not finite, or without target tokens) still has its numb
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatrain.data.loader import StepLoader
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,11 @@ def train(run: RunConfig, *, resume: str | None = None, engine: Any = None) -> T
     quiet_libraries()
     with StopSignals() as stop, RunLogger() as log:
         folder = RunFolder(run.run.dir)
-        start_from = folder.resume_point(resume)
         prepared = prepare(run, resume=resume, log=log.info)
         folder.create()
         log.open_folder(folder.path)
         with _errors_into_log(log), _engine_for(prepared, engine) as running:
-            return _Loop(prepared, running, folder, log, stop, start_from).run()
+            return _Loop(prepared, running, folder, log, stop).run()
 
 
 @contextmanager
@@ -124,16 +121,15 @@ class _Loop:
         folder: RunFolder,
         log: RunLogger,
         stop: StopSignals,
-        start_from: Path | None,
     ):
         self.run_config, self.engine, self.folder = prepared.run, engine, folder
         self.log, self.stop = log, stop
         self.loader, self.val = prepared.loader, prepared.val
         self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
-        self.step = self._restore(start_from, prepared.fingerprint)
+        self.step = self._restore(prepared.start_from, prepared.fingerprint)
         self.saved_step = self.step
-        self.checkpoint = start_from
-        self.extra_fingerprint = prepared.fingerprint
+        self.checkpoint = prepared.start_from
+        self.fingerprint = prepared.fingerprint
         self.bad_in_a_row = 0
         self.process = psutil.Process()
 
@@ -200,8 +196,8 @@ class _Loop:
         return StepRecord(
             step=self.step,
             epoch=self.step / self.loader.steps_per_epoch,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
+            loss=_finite(result.loss),
+            grad_norm=_finite(result.grad_norm),
             learning_rate=learning_rate,
             rows=len(row_numbers),
             processed_tokens=processed,
@@ -239,7 +235,7 @@ class _Loop:
             "elapsed_s": time.perf_counter() - self.started_s,
             "unix_time_s": time.time(),
             "host_rss_bytes": self.process.memory_info().rss,
-            "device_peak_bytes": memory.get("device_peak"),
+            "device_peak_bytes": memory.get("device_peak") or None,
         }
 
     def _with_validation(self, record: StepRecord) -> StepRecord:
@@ -290,7 +286,7 @@ class _Loop:
             return
         start = time.perf_counter()
         target = self.folder.checkpoint(self.step)
-        self.engine.save(target, extra={"step": self.step, "data": self.extra_fingerprint})
+        self.engine.save(target, extra={"step": self.step, "data": self.fingerprint})
         self.folder.mark_latest(target)
         self.saved_step, self.checkpoint = self.step, target
         self.log.info(f"step {self.step}: saved {target} in {time.perf_counter() - start:.1f} s")
@@ -344,6 +340,10 @@ class _Prefetcher:
     def _make(self, position: int) -> tuple[dict[str, torch.Tensor], list[int]]:
         # both calls here: the loader keeps the order of the latest epoch asked for, so only one thread may ask
         return self._loader.batch(position), self._loader.rows_of(position).tolist()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _last_words(summary: TrainSummary, folder: RunFolder) -> str:

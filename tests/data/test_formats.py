@@ -53,7 +53,12 @@ def test_columns_map_the_formats_names_to_the_files() -> None:
 @pytest.mark.parametrize(
     ("record", "format", "columns", "said"),
     [
-        ({"body": "x"}, "auto", {}, r"the columns are body: they fit no format\n  -> name the columns, as in columns: {text: body}"),
+        (
+            {"body": "x"},
+            "auto",
+            {},
+            r"the columns are body: they fit no format\n  -> name the columns, as in columns: {text: body}",
+        ),
         ({"prompt": "x", "chosen": "y"}, "auto", {}, "prompt, chosen: they fit no format"),
         ({"text": "x"}, "alpaca", {}, "format alpaca needs instruction and output"),
         ({"text": "x"}, "messages", {}, "format messages needs messages"),
@@ -62,7 +67,9 @@ def test_columns_map_the_formats_names_to_the_files() -> None:
         ({"body": "x"}, "auto", {"text": "boby"}, "boby is not in the file\n  -> did you mean body"),
     ],
 )
-def test_columns_that_fit_nothing_are_an_error_with_a_remedy(record: dict, format: str, columns: dict, said: str) -> None:
+def test_columns_that_fit_nothing_are_an_error_with_a_remedy(
+    record: dict, format: str, columns: dict, said: str
+) -> None:
     with pytest.raises(UserError, match=f"^file: .*{said}"):
         find_reading([record], format, columns, "file")
 

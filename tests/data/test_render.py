@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_tokenizer as tiny
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.data.encode import Encoder, NoTurnEnd
+import tiny_tokenizer as tiny
+from megatrain.data.encode import Encoder
 from megatrain.data.formats import ChatSample
 from megatrain.data.rejects import SampleRejected
-from megatrain.data.render import ChatRenderer, Rendered, Span
+from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.errors import UserError
 
 CHAT = [("user", "What is one?"), ("assistant", "A number."), ("user", "And two?"), ("assistant", " Also\n a number ")]
@@ -28,9 +28,7 @@ def _trained(
 ) -> list[tuple[list[int], np.ndarray]]:
     """(ids, mask) of each text that the sample becomes."""
     texts = ChatRenderer(tokenizer, None, train_on).render(sample)
-    results = Encoder(tokenizer).masked_ids(texts)
-    assert not any(isinstance(result, NoTurnEnd) for result in results)
-    return [(result[0].tolist(), result[1]) for result in results if not isinstance(result, NoTurnEnd)]
+    return [(ids.tolist(), mask) for ids, mask in Encoder(tokenizer).masked_ids(texts)]
 
 
 def _trained_text(tokenizer: PreTrainedTokenizerFast, sample: ChatSample, train_on: str = "assistant") -> list[str]:
@@ -68,6 +66,16 @@ def test_ids_are_those_of_the_tokenizers_own_rendering() -> None:
         sample = _sample(CHAT)
         ((ids, _),) = _trained(tokenizer, sample)
         assert ids == tokenizer.apply_chat_template(sample.messages, return_dict=True)["input_ids"]
+
+
+def test_the_mask_of_marked_words_is_hugging_faces() -> None:
+    tokenizer = tiny.make_tokenizer(tiny.CHATML_TAGGED)
+    # Older transformers lose the mask of an answer that begins with a blank.
+    sample = _sample([(role, content.strip()) for role, content in CHAT])
+    want = tokenizer.apply_chat_template(sample.messages, return_dict=True, return_assistant_tokens_mask=True)
+    ((ids, mask),) = _trained(tokenizer, sample)
+    assert ids == want["input_ids"]
+    assert mask.tolist() == [bool(flag) for flag in want["assistant_masks"]]
 
 
 def test_bos_of_the_template_gets_no_second_one_from_the_tokenizer() -> None:
@@ -116,7 +124,10 @@ def test_rewritten_history_becomes_a_text_for_each_turn() -> None:
     sample.messages[1]["reasoning_content"] = "easy"
     renderer = ChatRenderer(tokenizer, None, "assistant")
     first, second = renderer.render(sample)
-    assert renderer.split == 1
+    assert renderer.take_notes() == [
+        "the chat template of tiny rewrites earlier turns; such conversations were expanded into a sample per turn (1 times)"
+    ]
+    assert renderer.take_notes() == []
     assert first.text.endswith("<think>\neasy\n</think>\n\nA number.<|im_end|>\n")
     assert "easy" not in second.text
     assert _trained_text(tokenizer, sample) == [
@@ -138,7 +149,7 @@ def test_a_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() 
     renderer = ChatRenderer(tokenizer, None, "assistant")
     assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
     renderer.render(_sample(CHAT[:2]))
-    assert renderer.unlike_prompt == 1
+    assert "writes a generation prompt that goes on where the answers do not (1 times)" in renderer.take_notes()[0]
 
 
 def test_a_template_without_a_generation_prompt_does_not_train_headers() -> None:
@@ -153,11 +164,43 @@ def test_a_template_that_marks_no_word_is_an_error_that_names_it() -> None:
         _trained(tokenizer, _sample(CHAT))
 
 
-def test_a_turn_that_no_token_ends_is_noticed() -> None:
+def test_a_turn_that_no_token_ends_is_an_error_that_names_the_template() -> None:
     """Case 31."""
-    tokenizer = tiny.make_tokenizer(tiny.NO_TURN_END)
-    texts = ChatRenderer(tokenizer, None, "assistant").render(_sample(CHAT))
-    assert isinstance(Encoder(tokenizer).masked_ids(texts)[0], NoTurnEnd)
+    with pytest.raises(UserError, match="the chat template of tiny puts no special token behind the assistant's words"):
+        _trained(tiny.make_tokenizer(tiny.NO_TURN_END), _sample(CHAT))
+
+
+def test_a_token_of_the_next_turn_that_ends_an_answer_is_trained_behind_every_answer() -> None:
+    """Case 31, where the template writes nothing of the answer's own."""
+    tokenizer = tiny.make_tokenizer(tiny.NEXT_TURN_ENDS)
+    renderer = ChatRenderer(tokenizer, None, "assistant")
+    assert _trained_text(tokenizer, _sample(CHAT)) == ["A number.<|user|> |  Also\n a number <|user|>"]
+    turns = [("user", "one?"), ("assistant", "call"), ("tool", "1"), ("assistant", "It is 1")]
+    assert _trained_text(tokenizer, _sample(turns)) == ["call<|tool|> | It is 1<|user|>"]
+    thinking = _sample(CHAT)
+    thinking.messages[1]["reasoning_content"] = "easy"
+    assert _trained_text(tokenizer, thinking) == [
+        "<think>easy</think>A number.<|user|>",
+        " Also\n a number <|user|>",
+    ]
+    renderer.render(thinking)
+    assert any("only by the <|user|> of the next turn" in note for note in renderer.take_notes())
+
+
+def test_words_that_the_template_leaves_out_are_told() -> None:
+    sample = _sample([("user", "one?"), ("assistant", "<think>hm</think> A number.")])
+    for template, told in ((tiny.CHATML, False), (tiny.NO_THOUGHTS, True)):
+        renderer = ChatRenderer(tiny.make_tokenizer(template), None, "assistant")
+        renderer.render(sample)
+        assert any("leaves out words of an answer's content" in note for note in renderer.take_notes()) == told
+
+
+@pytest.mark.parametrize("template", [tiny.TEXT_CALLS, tiny.OBJECT_CALLS])
+def test_arguments_of_calls_come_as_the_template_takes_them(template: str) -> None:
+    sample = _sample([("user", "one?"), ("assistant", "call"), ("tool", "1"), ("assistant", "It is 1")])
+    sample.messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    trained = _trained_text(tiny.make_tokenizer(template), sample)[0].replace(" ", "")
+    assert trained.startswith('call{"x":1}<|im_end|>')
 
 
 def test_a_template_that_renders_turns_unlike_their_prompts_is_an_error_that_names_it() -> None:
@@ -190,15 +233,14 @@ def test_what_the_template_refuses_is_rejected_with_its_words() -> None:
 
 
 def test_a_token_across_the_border_of_prompt_and_answer_is_the_prompts() -> None:
-    """The prompt ends in a blank that the tokenizer joins with the answer's first word."""
     tokenizer = tiny.make_tokenizer()
     encoder = Encoder(tokenizer)
-    text = "user: the answer<|im_end|>"
-    begin = text.index(" answer") + 3  # inside a word
-    ((ids, mask),) = [r for r in encoder.masked_ids([Rendered(text, (Span(begin, len(text), len(text)),))]) if not isinstance(r, NoTurnEnd)]
-    inside = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
-    assert mask.tolist() == [b >= begin for b, _ in inside]
-    assert encoder.straddled == any(b < begin < e for b, e in inside)
+    text = "user: the capital<|im_end|>"
+    offsets = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+    begin = next(b + 1 for b, e in offsets if e - b > 2 and b > 5)  # inside a token
+    ((_, mask),) = encoder.masked_ids([Rendered(text, ((begin, len(text)),))])
+    assert mask.tolist() == [b >= begin for b, _ in offsets]
+    assert encoder.take_notes() == ["1 answers begin inside a token of their prompt; it is not trained"]
 
 
 def test_plain_text_ids_are_the_tokenizers_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -35,9 +36,10 @@ def _write(file: Path, content: str | bytes) -> Path:
 
 def _write_arrow(file: Path, stream: bool) -> Path:
     table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(file), "wb") as sink, (pa.ipc.new_stream if stream else pa.ipc.new_file)(
-        sink, table.schema
-    ) as writer:
+    with (
+        pa.OSFile(str(file), "wb") as sink,
+        (pa.ipc.new_stream if stream else pa.ipc.new_file)(sink, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=300)
     return file
 
@@ -66,7 +68,10 @@ def test_every_type_of_file_gives_the_same_records(tmp_path: Path) -> None:
 def test_csv_and_tsv_have_columns_and_lines_of_the_file(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.csv", 'text,n\n"two\nlines",1\nplain,2\nshort\n')
     records = _read(file)
-    assert [(r.line, r.value) for r in records[:2]] == [(2, {"text": "two\nlines", "n": "1"}), (4, {"text": "plain", "n": "2"})]
+    assert [(r.line, r.value) for r in records[:2]] == [
+        (2, {"text": "two\nlines", "n": "1"}),
+        (4, {"text": "plain", "n": "2"}),
+    ]
     assert records[2].line == 5
     assert isinstance(records[2].value, SampleRejected)
     assert _values(_write(tmp_path / "a.tsv", "a\tb\n1\t2,3\n")) == [{"a": "1", "b": "2,3"}]
@@ -76,10 +81,7 @@ def test_bad_lines_keep_their_line_numbers(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.jsonl", '{"text": "a"}\n\nnot json\n[1]\n{"text": "b"}\n')
     records = _read(file)
     assert [record.line for record in records] == [1, 3, 4, 5]
-    assert [str(record.value) for record in records[1:3]] == [
-        "not valid JSON (unexpected character)" if "unexpected" in str(records[1].value) else str(records[1].value),
-        "not an object with columns (list)",
-    ]
+    assert str(records[2].value) == "not an object with columns (list)"
     assert isinstance(records[1].value, SampleRejected)
     assert records[1].value.reason == "not valid JSON"
 
@@ -110,9 +112,12 @@ def test_split_text_loses_nothing_and_respects_the_size(text: str) -> None:
 
 
 def test_long_text_is_cut_before_words() -> None:
-    pieces = split_text("some words, of many lengths; " * 3000)
+    pieces = split_text("some  words , of 12 lengths; " * 3000)
     assert len(pieces) > 3
-    assert all(piece[0] == " " and piece[1].isalpha() for piece in pieces[1:])
+    for before, after in itertools.pairwise(pieces):
+        assert not before[-1].isspace()
+        assert after[0] == " "
+        assert after[1].isalpha()
 
 
 def test_folders_are_read_in_order_without_hidden_files(tmp_path: Path) -> None:

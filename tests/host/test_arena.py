@@ -2,8 +2,9 @@
 
 import gc
 import itertools
-import os
+import re
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def test_mapped_bytes_are_the_bytes_asked_within_a_page(size_bytes: int) -> None
         assert arena.address % PAGE_BYTES == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_untouched_range_costs_no_memory_and_a_touched_one_its_size() -> None:
     before_bytes = resident_bytes()
     with Arena(512 * MIB) as arena:
@@ -165,16 +167,20 @@ def test_without_cuda_nothing_is_pinned() -> None:
         assert arena.pinned_bytes == 0
 
 
-def test_a_forked_child_still_sees_an_arena_that_is_not_pinned() -> None:
-    with Arena(PAGE_BYTES) as arena:
-        words = arena.tensor(0, 4, torch.int32)
-        words.fill_(7)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_forked_children_get_an_arena_only_while_it_is_not_pinned() -> None:
+    def kept_from_children(address: int) -> bool:
+        """Whether the mapping at `address` has the flag "dc": do not copy on fork."""
+        smaps = Path("/proc/self/smaps").read_text()
+        mapping = next(part for part in re.split(r"(?m)^(?=[0-9a-f]+-)", smaps) if part.startswith(f"{address:x}-"))
+        return "dc" in re.findall(r"VmFlags:(.*)", mapping)[0].split()
+
+    with Arena(3 * MIB) as arena:
+        assert not kept_from_children(arena.address)
         arena.register([], pinner=FakePinner())
+        assert kept_from_children(arena.address)
         arena.unregister()
-        child = os.fork()
-        if child == 0:
-            os._exit(int(words[0]))  # no torch, no exit handlers in the child beyond this read
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not kept_from_children(arena.address)
 
 
 @pytest.mark.gpu

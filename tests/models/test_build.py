@@ -138,16 +138,36 @@ def test_attention_defaults_to_sdpa_where_supported():
     assert eager.config._attn_implementation == "eager"
 
 
+def test_unknown_attention_is_refused():
+    with pytest.raises(UserError, match=r"llama: the model cannot be built: .*no_such_attention"):
+        build_meta_model(tiny_config("llama"), compute_dtype=torch.float32, attn_implementation="no_such_attention")
+
+
 def test_fp32_parameters_follow_the_family():
     deepseek = build_meta_model(tiny_config("deepseek_v3"), compute_dtype=torch.bfloat16)
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in fp32_parameter_names(deepseek, torch.bfloat16)
-    assert "model.layers.1.mlp.experts.down_proj" not in fp32_parameter_names(deepseek, torch.bfloat16)
+    assert not [name for name in fp32_parameter_names(deepseek, torch.bfloat16) if "experts" in name]
     assert fp32_parameter_names(deepseek, torch.float32) == set()
     gpt_oss = build_meta_model(tiny_config("gpt_oss"), compute_dtype=torch.float16)
     names = fp32_parameter_names(gpt_oss, torch.float16)
     assert "model.layers.0.input_layernorm.weight" in names, "kept in fp32 for fp16"
     assert {n for n, p in gpt_oss.named_parameters() if p.dtype == torch.float32} == names
     assert fp32_parameter_names(gpt_oss, torch.bfloat16) == set(), "and only for fp16"
+
+
+def test_parameters_that_a_family_makes_in_fp32_are_found():
+    config = AutoConfig.for_model("hunyuan_v1_moe", **{**SMALL, "num_experts": 4, "moe_topk": 2})
+    router = "model.layers.0.mlp.gate.wg.weight"
+    meta = build_meta_model(config, compute_dtype=torch.bfloat16)
+    assert router in fp32_parameter_names(meta, torch.bfloat16)
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    twin = build_from_memory(real, compute_dtype=torch.bfloat16)
+    for model in (meta, twin):
+        assert fp32_parameter_names(model, torch.bfloat16) == fp32_parameter_names(meta, torch.bfloat16)
+        assert {n for n, p in model.named_parameters() if p.dtype == torch.float32} <= fp32_parameter_names(
+            model, torch.bfloat16
+        )
+    assert fp32_parameter_names(build_meta_model(config, compute_dtype=torch.float32), torch.bfloat16) == set()
 
 
 def test_from_memory_copies_no_parameter_and_leaves_the_model_alone():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from families import Family, config
-from hosted import BY_NAME, Hosted, host
 from transformers import AutoModelForCausalLM
 
+from families import Family, config
+from hosted import BY_NAME, Hosted, host
 from megatrain.errors import UserError
 from megatrain.models import init
 from megatrain.models.build import build_meta_model
@@ -46,6 +47,22 @@ def test_same_distribution_as_transformers(name: str):
         assert torch.equal(buffer, plain.state_dict()[key]), key
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bamba", "qwen3_next"])
+def test_numbers_drawn_on_a_gpu(name: str):
+    host_drawn, first, second = (fresh(BY_NAME[name]) for _ in range(3))
+    initialize(host_drawn.structure, host_drawn.store, seed=5)
+    for hosted in (first, second):
+        initialize(hosted.structure, hosted.store, seed=5, device="cuda")
+    assert all(torch.equal(a, b) for a, b in zip(first.planes().values(), second.planes().values(), strict=True))
+    for key, want in host_drawn.masters().items():
+        got = first.masters()[key]
+        if want.numel() == 1 or want.std() == 0:
+            assert torch.equal(got, want), key
+        else:
+            assert abs(got.std() - want.std()) < 7 * want.std() / math.sqrt(want.numel()) + 0.02 * want.std(), key
+
+
 def test_model_is_on_meta_again_and_global_random_state_is_untouched():
     hosted = fresh(BY_NAME["gpt2"])
     before = {name: id(p) for name, p in hosted.structure.model.named_parameters()}
@@ -68,7 +85,7 @@ def test_same_seed_same_bits_whatever_the_depth_of_the_model():
     weight = "model.layers.1.self_attn.q_proj.weight"
     assert not torch.equal(deep.masters()[weight], other.masters()[weight])
     assert not torch.equal(deep.masters()[weight], deep.masters()[weight.replace(".1.", ".2.")])
-    shallow = fresh(Family("shallow", "llama", {**family.overrides, "num_hidden_layers": 2}), split=True)
+    shallow = fresh(replace(family, overrides={**family.overrides, "num_hidden_layers": 2}), split=True)
     initialize(shallow.structure, shallow.store, seed=1)
     assert torch.equal(shallow.masters()[weight], deep.masters()[weight])
 
@@ -102,3 +119,12 @@ def test_refuses_a_family_that_does_not_initialise_all_it_has():
     with pytest.raises(UserError, match=r"does not set transformer\.h\.0\.attn\.c_attn\.weight"):
         initialize(hosted.structure, hosted.store, seed=0)
     assert all(p.is_meta for p in hosted.structure.model.parameters())
+
+
+def test_every_module_is_initialised_by_the_model_that_owns_it():
+    """A model inside a model (the language part of a larger one) has its own rules and its own config."""
+    structure = fresh(BY_NAME["llama"]).structure
+    names = {module: name for name, module in structure.model.named_modules()}
+    seen = {names[module]: names[owner] for unit in structure.units for owner, module in init._walk(structure, unit)}
+    assert seen.keys() == set(names.values())
+    assert seen == {name: "model" if name.startswith("model") else "" for name in seen}

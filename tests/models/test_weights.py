@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosted import host_folder, save_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hosted import host_folder, save_family
 from megatrain.errors import UserError
 from megatrain.models import weights
 from megatrain.models.weights import find_weight_files, hf_tensors, load_weights
@@ -189,7 +189,7 @@ def test_damaged_shards_are_named(tmp_path: Path):
     with pytest.raises(UserError, match=f"shard {shard.name} is missing"):
         find_weight_files(tmp_path)
     save_file({"other": torch.ones(1)}, shard)
-    with pytest.raises(UserError, match="should be in this shard by model.safetensors.index.json"):
+    with pytest.raises(UserError, match="should be in this shard by model"):
         find_weight_files(tmp_path)
     (tmp_path / weights.INDEX_FILE).write_text("[1]")
     with pytest.raises(UserError, match="not a safetensors index"):

@@ -285,9 +285,11 @@ def test_later_work_of_a_failed_unit_fails_too_and_other_units_go_on(updater: Cp
     other = updater.submit("layer.1", PIECES, lambda start, end: None, finish=lambda: "alive")
     assert other.result(SOON_S) == "alive"
     gate.let.set()
-    for future in (first, chained, waiting, updater.submit("layer.0", PIECES, touched)):
+    for future in (first, chained, waiting):
         with pytest.raises(ValueError, match="this piece is broken"):
             future.result(SOON_S)
+    with pytest.raises(ValueError, match="this piece is broken"):
+        updater.submit("layer.0", PIECES, touched).result(SOON_S)
     assert touched.calls == 0
     with pytest.raises(ValueError, match="this piece is broken"):
         updater.drain()

@@ -17,8 +17,9 @@ import re
 import shutil
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -161,6 +162,17 @@ class FolderWriter:
             while piece := stream.read(PIECE_BYTES):
                 crc = file.append(memoryview(piece), crc)
         self.records[name] = FileRecord(file.size, crc)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for files that other code writes, to be copied with `copy_file`. It is gone before the commit."""
+        path = self.temp / ".scratch"
+        try:
+            path.mkdir()
+            yield path
+            shutil.rmtree(path)
+        except OSError as error:
+            raise _refused(error, self.target) from error
 
     def commit(self, manifest: Mapping[str, Any]) -> None:
         """Make the folder durable and give it its name. `manifest` is completed with the file records and a checksum."""

@@ -105,7 +105,13 @@ def _load(
 ) -> dict[str, Any]:
     if STATE_FILE not in manifest.files:
         raise UserError("holds weights only, no training state", str(directory), "load it as a model folder")
-    saved = json.loads(read_verified(directory / STATE_FILE, manifest.files[STATE_FILE]))
+    # All small files are verified, also those that only transformers reads: a damaged tokenizer is a damaged checkpoint.
+    small = {
+        name: read_verified(directory / name, record)
+        for name, record in manifest.files.items()
+        if not name.endswith(".safetensors")
+    }
+    saved = json.loads(small[STATE_FILE])
     crcs: dict[str, int] = {}
     for unit in saved["units"].values():
         crcs |= unit["weights_crc32"]
@@ -129,12 +135,13 @@ def _load(
                     raise damaged(directory, f"{name} differs from what was trained: its conversion did not go back")
             for name in found.keys() & buffers.keys():
                 buffers[name].copy_(found[name])
-            jobs = [
-                pool.submit(_restore, store.units[unit.name], local, full, found, states, directory)
-                for local, full in unit.full_names()
-            ]
-            for job in jobs:
-                job.result()
+            with store.restoring(unit.name) as planes:
+                jobs = [
+                    pool.submit(_restore, planes, local, full, found, states, directory)
+                    for local, full in unit.full_names()
+                ]
+                for job in jobs:
+                    job.result()
     return from_json(saved["state"])
 
 

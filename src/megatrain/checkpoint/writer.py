@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +175,7 @@ def _write_units(
     for index, unit in enumerate(written, start=1):
         name = f"model-{index:05d}-of-{len(written):05d}.safetensors"
         own = {n: b.detach().cpu() for n, b in buffers.items() if owner.get(n) == unit.name}
-        files = units[unit.name] = write_unit(folder, unit, store.units[unit.name], model, own, keep_fp32, name)
+        files = units[unit.name] = write_unit(folder, unit, store.on_host(unit.name), model, own, keep_fp32, name)
         twice = weight_map.keys() & set(files.keys)
         assert not twice, f"two units save {sorted(twice)[:3]}"
         weight_map |= dict.fromkeys(files.keys, name)
@@ -208,11 +207,11 @@ def _write_side_files(
     structure: Structure,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        files = dict(side_files)
+    files = dict(side_files)
+    with folder.scratch() as scratch:
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-            files |= dict(_side_files(Path(scratch), trust_remote_code=False))
+            files |= dict(_side_files(scratch, trust_remote_code=False))
         for name, file in files.items():
             folder.copy_file(name, file)
     generation = getattr(structure.model, "generation_config", None)

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.data.encode import Encoder, NoTurnEnd
+from megatrain.data.encode import Encoder
 from megatrain.data.formats import ChatSample, PromptSample, Reading, Sample, TextSample, TokenSample, find_reading
 from megatrain.data.rejects import Rejects, SampleRejected
-from megatrain.data.render import ChatRenderer, Rendered, Span
+from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.settings import SourceLike
 from megatrain.data.sources import Record, find_files, is_text, read_records, split_text, unit_of
-from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore
+from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
 from megatrain.errors import UserError
 
 BATCH_CHARS = 1 << 20
@@ -135,7 +135,7 @@ class _SourceBuild:
         self._next_word = time.monotonic() + PROGRESS_SECONDS
 
     def write(self, folder: Path) -> None:
-        split, unlike, straddled = self._renderer.split, self._renderer.unlike_prompt, self._encoder.straddled
+        self._notes()  # those of a build that failed
         kind, samples = self._samples()
         writer = StoreWriter(folder, kind)
         try:
@@ -143,26 +143,15 @@ class _SourceBuild:
             self._rejects.check(self._allowed, self._source.path)
             if writer.samples == 0:
                 raise _nothing(self._source.path, self._rejects)
-            notes = self._notes(
-                self._renderer.split - split, self._renderer.unlike_prompt - unlike, self._encoder.straddled - straddled
-            )
             files = [{"path": str(file), "unit": unit_of(file)} for file in self._files]
-            meta = {"readings": self._readings, "notes": notes, "files": files, "targets": writer.targets}
+            meta = {"readings": self._readings, "notes": self._notes(), "files": files, "targets": writer.targets}
             writer.finish({**meta, "rejects": self._rejects.to_json()})
         except BaseException:
             writer.abandon()
             raise
 
-    def _notes(self, split: int, unlike: int, straddled: int) -> list[str]:
-        name = self._renderer.name
-        notes = []
-        if split:
-            notes.append(f"{name} rewrites earlier turns; {split:,} conversations were expanded into a sample per turn")
-        if unlike:
-            notes.append(f"{name} renders {unlike:,} answers without the end of the generation prompt")
-        if straddled:
-            notes.append(f"{straddled:,} answers begin inside a token of their prompt; that token is not trained")
-        return notes
+    def _notes(self) -> list[str]:
+        return self._renderer.take_notes() + self._encoder.take_notes()
 
     # ---- records
 
@@ -223,9 +212,12 @@ class _SourceBuild:
                 self._progress()
 
     def _reject(self, problem: SampleRejected, file: int, line: int) -> None:
-        path = self._files[file]
-        self._rejects.add(problem, f"{path}:{line}" if unit_of(path) == "line" else f"{path} row {line}")
+        self._rejects.add(problem, self._place(file, line))
         self._rejects.check_early(self._allowed, self._source.path)
+
+    def _place(self, file: int, line: int) -> str:
+        path = self._files[file]
+        return place(str(path), unit_of(path), line)
 
     def _progress(self) -> None:
         if (now := time.monotonic()) > self._next_word:
@@ -287,6 +279,8 @@ class _SourceBuild:
             except SampleRejected as problem:
                 self._reject(problem, file, record.line)
                 continue
+            except UserError as error:
+                raise UserError(error.what, error.where or self._place(file, record.line), error.remedy) from error
             batch += [(text, file, record, sample) for text in texts]
             size += sum(len(text.text) for text in texts)
             if size >= BATCH_CHARS:
@@ -300,19 +294,11 @@ class _SourceBuild:
         assert isinstance(sample, PromptSample), sample
         text = sample.prompt + sample.completion
         begin = 0 if self._renderer.train_on == "all" else len(sample.prompt)
-        return [Rendered(text, (Span(begin, len(text)),))]
+        return [Rendered(text, ((begin, len(text)),))]
 
     def _write_texts(self, writer: StoreWriter, batch: list[tuple[Rendered, int, Record, Sample]]) -> None:
         encoded = self._encoder.masked_ids([rendered for rendered, *_ in batch])
-        for result, (_, file, record, sample) in zip(encoded, batch, strict=True):
-            if isinstance(result, NoTurnEnd):
-                raise UserError(
-                    f"{self._renderer.name} puts no special token behind the assistant's words: "
-                    "the model would not learn to stop",
-                    where=f"{self._files[file]}:{record.line}",
-                    remedy="write {{ eos_token }} there in a template file (data.chat_template)",
-                )
-            ids, trained = result
+        for (ids, trained), (_, file, record, sample) in zip(encoded, batch, strict=True):
             if isinstance(sample, PromptSample):
                 prefix, suffix = self._encoder.prefix, self._encoder.suffix
                 prefix = [] if _begins_with(ids, np.asarray(prefix)) else prefix
@@ -321,7 +307,7 @@ class _SourceBuild:
             elif self._encoder.bos is not None and (ids[:2] == self._encoder.bos).sum() == 2:
                 raise UserError(
                     f"{self._renderer.name} begins a conversation with two BOS tokens",
-                    where=f"{self._files[file]}:{record.line}",
+                    where=self._place(file, record.line),
                     remedy="remove one in a template file (data.chat_template)",
                 )
             self._add(writer, ids, trained, file, record, sample)

@@ -10,6 +10,11 @@ the template adds to the conversation before it:
 
 This holds only if the prompt is a prefix of the ending, which is checked for every turn of every sample.
 
+[Note: the end of a turn]
+The token that ends a turn is trained: else the model would not learn to stop. It is the special token that the template
+writes behind the answer; blanks behind it are not the model's words. Some templates write none, because the next turn's
+first token ends the one before it (`<|user|>`, `<|observation|>`): then that token is trained, behind the last turn too.
+
 [Note: history that is rewritten]
 Some templates render a turn differently once it lies in the past (thinking models drop their thoughts). Such a turn is
 trained as the model will produce it: as the end of a text of its own. Turns whose ending is a prefix of a later turn's
@@ -19,7 +24,8 @@ ending share that text; one conversation becomes as few samples as that allows, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +37,11 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
-class Span:
-    """Trained characters `begin:end` of a text.
-
-    Attributes:
-        turn_end: Where the turn's rendering ends, when this is the last span of a turn: before that place a token must
-            end the turn, and it is trained. None: the span is taken as it is.
-    """
-
-    begin: int
-    end: int
-    turn_end: int | None = None
-
-
-@dataclass(frozen=True)
 class Rendered:
-    """A text and its trained spans, in order."""
+    """A text and the ranges `begin:end` of its characters that are trained, in order."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[tuple[int, int], ...]
 
 
 class ChatRenderer:
@@ -62,8 +54,6 @@ class ChatRenderer:
 
     Attributes:
         name: The template in words, for errors.
-        split: Conversations that became several samples, because the template rewrites history.
-        unlike_prompt: Turns whose rendering does not begin with the whole generation prompt.
     """
 
     def __init__(self, tokenizer: Any, template_file: str | None, train_on: str):
@@ -80,8 +70,13 @@ class ChatRenderer:
             self.name = f"the chat template {template_file}"
         else:
             self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
-        self.split = 0
-        self.unlike_prompt = 0
+        self._special = _special_tokens(tokenizer)
+        self._happened: Counter[str] = Counter()
+
+    def take_notes(self) -> list[str]:
+        """What was noticed since the last call, for people."""
+        happened, self._happened = self._happened, Counter()
+        return [f"{self.name} {what} ({count:,} times)" for what, count in sorted(happened.items())]
 
     @property
     def source(self) -> str:
@@ -101,6 +96,7 @@ class ChatRenderer:
                 where="data.chat_template",
                 remedy="give a file with a jinja template (data.chat_template: chat.jinja), or start from an instruct checkpoint",
             )
+        sample = self._with_fitting_calls(sample)
         if self.train_on == "all":
             return [self._whole(sample)]
         turns = [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
@@ -117,7 +113,8 @@ class ChatRenderer:
                 texts[-1] = Rendered(texts[-1].text, one.spans + texts[-1].spans)
             else:
                 texts.append(one)
-        self.split += len(texts) > 1
+        if len(texts) > 1:
+            self._happened["rewrites earlier turns; such conversations were expanded into a sample per turn"] += 1
         return texts[::-1]
 
     # ---- one turn
@@ -127,23 +124,55 @@ class ChatRenderer:
         before, upto = sample.messages[:turn], sample.messages[: turn + 1]
         if tagged:
             text, marks = self._marks(upto, sample)
-            begin = _common_prefix(self._text(before, sample), text)
-            marks = [(b, e) for b, e in marks if b >= begin and e > b]
-            if not marks:
+            history = _common_prefix(self._text(before, sample), text)
+            spans = [(begin, end) for begin, end in marks if begin >= history and end > begin]
+            if not spans:
                 raise UserError(
                     f"{self.name} marks no token of an assistant message as generated: nothing would be trained",
                     remedy="repair its {% generation %} blocks, or remove them: spans are then found from the prompts",
                 )
-            *inner, (last_begin, last_end) = marks
-            return Rendered(text, (*(Span(b, e) for b, e in inner), Span(last_begin, last_end, turn_end=len(text))))
-        text = self._text(upto, sample)
-        begin = self._answer_begin(sample, turn, text)
-        if not text[begin:].strip():
+        else:
+            text = self._text(upto, sample)
+            spans = [(self._answer_begin(sample, turn, text), len(text))]
+            if not text[spans[0][0] :].strip():
+                raise UserError(
+                    f"{self.name} renders an assistant message as nothing: no token would be trained",
+                    remedy="correct the template; see the message's content and role in it",
+                )
+        message = sample.messages[turn]
+        for what in ("content", "reasoning_content"):
+            if not _holds(text[spans[0][0] :], message.get(what, "")):
+                self._happened[f"leaves out words of an answer's {what}; they are not trained"] += 1
+        return self._ended(sample, turn, text, spans)
+
+    def _ended(self, sample: ChatSample, turn: int, text: str, spans: list[tuple[int, int]]) -> Rendered:
+        """[Note: the end of a turn]"""
+        *inner, (begin, end) = spans
+        words = text[begin:end].rstrip()
+        if words.endswith(self._special):
+            return Rendered(text, (*inner, (begin, begin + len(words))))
+        # A generation block may stop before the token.
+        behind = text[end:].lstrip()
+        if token := self._special_at(behind):
+            return Rendered(text, (*inner, (begin, len(text) - len(behind) + len(token))))
+        answer = {k: v for k, v in sample.messages[turn].items() if k not in ("reasoning_content", "thinking")}
+        following = sample.messages[turn + 1 : turn + 2] or [{"role": "user", "content": "x"}]
+        upto = self._text([*sample.messages[:turn], answer], sample)
+        more = self._text([*sample.messages[:turn], answer, *following], sample)
+        behind = more.removeprefix(upto) if more.startswith(upto) else ""
+        token = self._special_at(behind.lstrip())
+        if not token:
             raise UserError(
-                f"{self.name} renders an assistant message as nothing: no token would be trained",
-                remedy="correct the template; see the message's content and role in it",
+                f"{self.name} puts no special token behind the assistant's words: the model would not learn to stop",
+                remedy="write {{ eos_token }} there in a template file (data.chat_template)",
             )
-        return Rendered(text, (Span(begin, len(text), turn_end=len(text)),))
+        self._happened[f"ends an answer only by the {token} of the next turn; generation must stop there"] += 1
+        text += behind[: behind.index(token) + len(token)]
+        return Rendered(text, (*inner, (begin, len(text))))
+
+    def _special_at(self, text: str) -> str:
+        """The special token that a text begins with, or nothing."""
+        return max((token for token in self._special if text.startswith(token)), key=len, default="")
 
     def _answer_begin(self, sample: ChatSample, turn: int, text: str) -> int:
         """Where the model's words begin in `text`, which ends with the assistant message `turn`."""
@@ -160,7 +189,7 @@ class ChatRenderer:
                     "or train on all tokens (data.train_on: all)",
                 )
             # The prompt goes on where the turn does not, as with prompts that open a thought: trained from there.
-            self.unlike_prompt += 1
+            self._happened["writes a generation prompt that goes on where the answers do not"] += 1
             return shared
         begin = len(prompt)
         at = text.find(message["content"].strip(), begin) if message["content"] else -1
@@ -173,7 +202,8 @@ class ChatRenderer:
     def _whole(self, sample: ChatSample) -> Rendered:
         """`train_on: all`: everything but the messages flagged 0."""
         text = self._text(sample.messages, sample)
-        spans, begin = [], 0
+        spans: list[tuple[int, int]] = []
+        begin = 0
         for i, flag in enumerate(sample.flags):
             if flag is not False:
                 continue
@@ -183,16 +213,29 @@ class ChatRenderer:
                     f"{self.name} rewrites earlier messages, so that a message flagged 0 cannot be told from the others",
                     remedy="train on the assistant (data.train_on: assistant), or remove the flags",
                 )
-            spans.append(Span(begin, len(ends[0])))
+            spans.append((begin, len(ends[0])))
             begin = len(ends[1])
-        spans.append(Span(begin, len(text)))
-        return Rendered(text, tuple(span for span in spans if span.end > span.begin))
+        spans.append((begin, len(text)))
+        return Rendered(text, tuple(span for span in spans if span[1] > span[0]))
 
     # ---- the template
 
+    def _with_fitting_calls(self, sample: ChatSample) -> ChatSample:
+        """Most templates take the arguments of a tool call as an object; some join them as JSON text."""
+        if not any(message.get("tool_calls") for message in sample.messages):
+            return sample
+        try:
+            self._text(sample.messages, sample)
+        except SampleRejected as refusal:
+            if not isinstance(refusal.__cause__, TypeError):
+                raise
+            return replace(sample, messages=[_with_text_arguments(message) for message in sample.messages])
+        return sample
+
     def _has_tags(self, sample: ChatSample) -> bool:
-        template = self._tokenizer.get_chat_template(self._template, sample.tools)
-        return GENERATION_TAG.search(template) is not None
+        with _Refusals():
+            template = self._tokenizer.get_chat_template(self._template, sample.tools)
+            return GENERATION_TAG.search(template) is not None
 
     def _text(self, messages: list[dict[str, Any]], sample: ChatSample, generation: bool = False) -> str:
         with _Refusals():
@@ -240,6 +283,29 @@ class _Refusals:
         # Templates are programs: a message without the key they expect fails as any program would.
         if isinstance(error, TemplateError | TypeError | ValueError | LookupError | AttributeError):
             raise SampleRejected("the chat template refuses it", str(error).split("\n", 1)[0]) from error
+
+
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    import orjson
+
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
+
+
+def _holds(text: str, words: str) -> bool:
+    """Whether words are in a text, blanks aside."""
+    return words.strip() in text or "".join(words.split()) in "".join(text.split())
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -377,7 +377,7 @@ def _read_csv(file: Path) -> Iterator[Record]:
     delimiter = "\t" if ".tsv" in file.suffixes else ","
     with _open_text(file, newline="") as stream:
         reader = csv.reader(stream, delimiter=delimiter)
-        header = next(reader, None)
+        header = next((fields for fields in reader if fields), None)
         if header is None:
             return
         line = reader.line_num + 1

@@ -37,6 +37,11 @@ _COLUMNS: dict[str, type[np.generic]] = {
 Kind = Literal["stream", "samples"]
 
 
+def place(path: str, unit: str, number: int) -> str:
+    """A record's place in words; `unit` is what its number counts."""
+    return f"{path}:{number}" if unit == "line" else f"{path} {unit} {number}"
+
+
 class StoreWriter:
     """Writes a store sample by sample; holds nothing but file buffers.
 
@@ -160,8 +165,7 @@ class TokenStore:
     def place(self, sample: int) -> str:
         """Where a sample came from: `file:line` or `file row N`."""
         file = self.meta["files"][int(self._map("files")[sample])]
-        line = int(self._map("lines")[sample])
-        return f"{file['path']}:{line}" if file["unit"] == "line" else f"{file['path']} row {line}"
+        return place(file["path"], file["unit"], int(self._map("lines")[sample]))
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise if an id lies outside the model's vocabulary.

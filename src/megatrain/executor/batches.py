@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-import psutil
 import torch
 
 from megatrain.errors import UserError
@@ -84,19 +82,3 @@ def _positions(document_ids: torch.Tensor, given: torch.Tensor | None) -> torch.
             "leave position_ids out: they follow from document_ids",
         )
     return positions
-
-
-def available_host_bytes() -> int:
-    """Host memory this process may still take: the smaller of the system's and the control group's."""
-    available = psutil.virtual_memory().available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            bound = Path(limit).read_text().strip()
-            if bound != "max":
-                available = min(available, int(bound) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return available

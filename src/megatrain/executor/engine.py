@@ -10,16 +10,18 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from megatrain.checkpoint.reader import load_checkpoint
 from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.device.copier import Copier, DirectCopier, StagedCopier
 from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
@@ -32,13 +34,14 @@ from megatrain.executor.optimizer import HostOptimizer
 from megatrain.executor.step import Batch, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate, WeightStream
 from megatrain.host.arena import PinRefused
+from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
 from megatrain.models.build import build_from_memory, build_meta_model, find_model_folder, fp32_parameter_names
 from megatrain.models.build import load_model_config
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import Shell
-from megatrain.models.structure import persistent_buffers, take_apart
+from megatrain.models.structure import Unit, persistent_buffers, take_apart
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, StepCoefficients, unmatched_groups
 from megatrain.optim.scaler import LossScale
@@ -99,6 +102,11 @@ class HostEngine:
         grad_transport: Type in which gradients travel to the host; `auto` is fp32 with fp32 compute, else bf16.
         pin: `all` pins hi and gradient planes, `staged` copies through small pinned buffers, `auto` tries the first and
             falls back to the second with a warning.
+        resident: Units whose planes live on the device and are updated there: names (`embedding`, `layer.0`, `head`), or `all`.
+        kept: Layers (by index) whose activations are kept for the backward instead of computed again, or `all`.
+        budget: Share of a kept layer's activations that a compiled layer may keep (0..1); the compiler recomputes the rest.
+        compile: `auto` compiles the layers on a GPU (a family that cannot be compiled runs eager, with a warning), `off` never,
+            `on` everywhere.
         weight_slots: Device buffers that layers stream through (>= 2). As many as layers: they stay for the whole step.
         gradient_slabs: Pinned gradient buffers, where gradients do not go straight into a gradient plane.
         gradient_plane: False lets AdamW eat gradients as they arrive: 2 bytes a parameter less, but no clipping, no
@@ -108,6 +116,7 @@ class HostEngine:
         windows: Accumulation windows of a step.
         head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
         threads: AdamW threads; by default the cores this process may use.
+        host_gib: Host memory that may be used, by default what the system says is available.
         init: `random` initialises from the config alone, by HF's own rules, seeded.
         seed: Of initialisation, dropout and router jitter.
         trust_remote_code: Whether code in the model folder may run.
@@ -129,6 +138,10 @@ class HostEngine:
         compute_dtype: ComputeDtype = "auto",
         grad_transport: Literal["auto", "bf16", "fp32"] = "auto",
         pin: Literal["auto", "all", "staged"] = "auto",
+        resident: Collection[str] | Literal["all"] = (),
+        kept: Collection[int] | Literal["all"] = (),
+        budget: float = 1.0,
+        compile: Literal["auto", "on", "off"] = "auto",
         weight_slots: int = 2,
         gradient_slabs: int = 12,
         gradient_plane: bool = True,
@@ -137,6 +150,7 @@ class HostEngine:
         windows: int = 1,
         head_chunk_tokens: int | None = None,
         threads: int | None = None,
+        host_gib: float | None = None,
         init: Literal["random"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -171,9 +185,15 @@ class HostEngine:
 
         split = self._compute == torch.bfloat16
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
-        self._refuse_if_too_large(split, grad_dtype)
+        names = [unit.name for unit in self.structure.units]
+        resident_names = frozenset(names if resident == "all" else resident)
+        self._kept = frozenset(range(len(self.structure.layers)) if kept == "all" else kept)
+        self._check_placement(resident_names, gradient_plane)
+        self._refuse_if_too_large(split, grad_dtype, host_gib, resident_names)
         layouts = [(unit.name, unit.layout) for unit in self.structure.units]
-        self.store = HostStore(layouts, split=split, grad_dtype=grad_dtype)
+        self.store = HostStore(
+            layouts, split=split, grad_dtype=grad_dtype, resident=resident_names, device=self.device
+        )
         self.buffers = dict(meta.named_buffers())
         if isinstance(model, nn.Module):
             copy_from_memory(model, self.structure, self.store)
@@ -209,7 +229,10 @@ class HostEngine:
         )
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
         fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
-        shell = Shell(self.structure, device_buffers, lambda *call: self._runner.run_layer(*call), fp32_names)
+        compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
+        shell = Shell(
+            self.structure, device_buffers, lambda *call: self._runner.run_layer(*call), fp32_names, compiled, budget
+        )
         self._runner = StepRunner(shell, self._streams, self._weights, self._gradients)
 
     # ---------------------------------------------------------------- training
@@ -259,7 +282,7 @@ class HostEngine:
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        with self._abandoned_on_error():
+        with self._abandoned_on_error(), fastest_attention(self._attention_order(batch)):
             loss_sum = self._runner.loss(batch, self._shape(batch)).item()
         return EvalResult(loss_sum, tokens)
 
@@ -267,7 +290,8 @@ class HostEngine:
         """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
         self._reset_counters()
         with self._abandoned_on_error(), randomness.seeded(self.device, self.seed, self.step):
-            loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
+            with fastest_attention(self._attention_order(batch)):
+                loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
             values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
             if self._route is Route.ADDED:
                 self._gradients.settle()
@@ -361,7 +385,8 @@ class HostEngine:
         return state["extra"]
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_slots`, `device_gradients`, `device_peak`."""
+        """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
+        `device_peak`."""
         slabs = [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]
         staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
         peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else 0
@@ -369,6 +394,7 @@ class HostEngine:
             **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
             "host_slabs": sum(slab.nbytes for slab in slabs),
             "host_pinned": self.store.pinned_bytes + sum(slab.pinned_bytes for slab in slabs) + staged,
+            "device_resident": self.store.resident_bytes,
             "device_slots": self._weights.nbytes,
             "device_gradients": self._gradients.nbytes,
             "device_peak": peak,
@@ -433,15 +459,31 @@ class HostEngine:
         if problems:
             raise UserError("; ".join(problems), "HostEngine")
 
-    def _refuse_if_too_large(self, split: bool, grad_dtype: torch.dtype | None) -> None:
-        """Compare the planes with what the machine has left, before any of it is allocated."""
-        parameters = sum(unit.layout.numel for unit in self.structure.units)
+    def _check_placement(self, resident: frozenset[str], gradient_plane: bool) -> None:
+        known = {unit.name for unit in self.structure.units}
+        problems = [f"there is no unit {name}" for name in sorted(resident - known)]
+        if any(not 0 <= layer < len(self.structure.layers) for layer in self._kept):
+            problems.append(f"kept names layers outside 0..{len(self.structure.layers) - 1}")
+        if self._kept and self._segment > 1:
+            problems.append("kept activations and segment exclude each other")
+        if resident and not gradient_plane:
+            problems.append("resident units need their gradient plane: set gradient_plane=True")
+        if resident and self._compute == torch.float16:
+            problems.append("resident units compute in bf16 or fp32")
+        if problems:
+            raise UserError("; ".join(problems), "HostEngine")
+
+    def _refuse_if_too_large(
+        self, split: bool, grad_dtype: torch.dtype | None, host_gib: float | None, resident: frozenset[str]
+    ) -> None:
+        """Compare the host's planes with what the machine has left, before any of it is allocated."""
+        parameters = sum(unit.layout.numel for unit in self.structure.units if unit.name not in resident)
         ledger = {
             "master (hi + lo)" if split else "master": 4 * parameters,
             "moments (m + v)": 8 * parameters,
             "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
         }
-        available = batches.available_host_bytes()
+        available = available_host_bytes() if host_gib is None else int(host_gib * 2**30)
         if sum(ledger.values()) > available:
             lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
             raise PlanRefused(
@@ -470,7 +512,8 @@ class HostEngine:
     def _make_copier(self, pinned: bool) -> Copier:
         if pinned:
             return DirectCopier(self._streams)
-        return StagedCopier(self._streams, max(self.store.units[unit.name].hi.nbytes for unit in self.structure.units))
+        streamed = [planes.hi.nbytes for planes in self.store.units.values() if not planes.resident]
+        return StagedCopier(self._streams, max(streamed, default=0))
 
     def _make_weight_stream(self, weight_slots: int) -> WeightStream:
         structure = self.structure
@@ -479,9 +522,13 @@ class HostEngine:
         def slot(numel: int) -> Slot:
             return Slot(self._streams, self._copier, numel, plane, self._compute)
 
-        widest = max(unit.layout.numel for unit in structure.layers)
-        ring = WeightRing([slot(widest) for _ in range(min(weight_slots, max(2, len(structure.layers))))])
-        edges = [(unit, slot(unit.layout.numel)) for unit in (structure.embedding, structure.head)]
+        streamed = [unit for unit in structure.layers if not self.store.units[unit.name].resident]
+        widest = max((unit.layout.numel for unit in streamed), default=0)
+        ring = WeightRing([slot(widest) for _ in range(min(weight_slots, max(2, len(streamed))))])
+        edges = [
+            (unit, None if self.store.units[unit.name].resident else slot(unit.layout.numel))
+            for unit in (structure.embedding, structure.head)
+        ]
         gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
         return WeightStream(self.store, structure.layers, ring, edges, gate)
 
@@ -491,9 +538,13 @@ class HostEngine:
         return Route.DIRECT if pinned and self._windows == 1 else Route.ADDED
 
     def _make_slabs(self, count: int, transport: torch.dtype) -> None:
-        layers, edges = self.structure.layers, (self.structure.embedding, self.structure.head)
-        widest = max(unit.layout.numel for unit in layers)
-        self._slabs = SlabPool(self._streams, min(count, len(layers)), widest, transport)
+        def streamed(units: Sequence[Unit]) -> list[Unit]:
+            return [unit for unit in units if not self.store.units[unit.name].resident]
+
+        layers = streamed(self.structure.layers)
+        edges = streamed((self.structure.embedding, self.structure.head))
+        widest = max((unit.layout.numel for unit in layers), default=0)
+        self._slabs = SlabPool(self._streams, max(1, min(count, len(layers))), widest, transport)
         self._edge_slabs = {unit.name: Slab(self._streams, unit.layout.numel, transport) for unit in edges}
 
     # ---------------------------------------------------------------- small parts
@@ -512,7 +563,19 @@ class HostEngine:
             chunk_rows=self._chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
             head_tokens=self._head_chunk_tokens or max(64, LOGITS_BYTES // (12 * vocabulary)),
             segment=self._segment,
+            kept=self._kept,
         )
+
+    def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
+        """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
+        config = self.config.get_text_config()
+        heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+        if not self._streams.cuda or self._compute == torch.float32 or not isinstance(heads, int):
+            return ()
+        dim = dim or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        tokens = batch["input_ids"].shape[1]
+        return tuple(b for b, _ in measured_backends(heads, kv_heads, dim, tokens, self._compute, self.device))
 
     def _reset_counters(self) -> None:
         self._weights.update_wait_s = 0.0

@@ -1,7 +1,8 @@
 """Gradients: from a unit's backward to the place where AdamW finds them.
 
 [Note: where gradients wait]
-With clipping, AdamW must wait for the global norm, so every gradient waits in the unit's *gradient plane*:
+Resident units keep their gradient in a plane on the device. For the others, with clipping, AdamW must wait for the global norm,
+so every gradient waits in the unit's *gradient plane*:
     direct   one window, pinned planes: copied out of the staging buffer straight into the plane;
     added    several windows: copied into a slab and added into the (fp32) plane by a background job, because a sum of windows
              must be exact to fp32; also with one window when the planes are not pinned (memory.pin: staged).
@@ -154,15 +155,26 @@ class GradientFlow:
     def begin_layer(self, unit: Unit, chunks: int) -> UnitSum:
         """Zeroed device memory for the sum of the layer's gradient over the chunks of this window."""
         numel = unit.layout.numel
-        staging = self._staging[self._turn].begin(numel)
-        if chunks == 1 or self._transport == torch.float32:
-            return UnitSum(unit, staging)
+        planes = self._store.units[unit.name]
+        if planes.resident:
+            plane = self._plane(unit)
+            first = unit.name not in self._sent_this_step
+            target = plane.zero_() if first else plane
+            if chunks == 1 and first or plane.dtype == torch.float32:
+                return UnitSum(unit, target)
+        else:
+            staging = self._staging[self._turn].begin(numel)
+            if chunks == 1 or self._transport == torch.float32:
+                return UnitSum(unit, staging)
         if self._chunk_sum is None:
             self._chunk_sum = torch.zeros(self._layer_numel, dtype=torch.float32, device=self._streams.device)
         return UnitSum(unit, self._chunk_sum[:numel].zero_())
 
     def send_layer(self, total: UnitSum) -> None:
         """The layer's gradient of this window is complete: take its norm, send it to the host. Asynchronous."""
+        if self._store.units[total.unit.name].resident:
+            self._keep(total.unit, total.flat)
+            return
         staging, self._turn = self._staging[self._turn], 1 - self._turn
         flat = staging.flat[: total.unit.layout.numel]
         if total.flat.data_ptr() != flat.data_ptr():
@@ -181,6 +193,11 @@ class GradientFlow:
         if unit.layout.numel == 0:
             return
         flat = self.edges.take(unit, self._transport, self._streams.device)
+        if self._store.units[unit.name].resident:
+            if unit.name not in self._sent_this_step:
+                self._plane(unit).zero_()
+            self._keep(unit, flat)
+            return
         self._note_square(flat)
         staging = Staging.around(self._streams, flat)
         if self.route is Route.DIRECT:
@@ -208,6 +225,15 @@ class GradientFlow:
         for staging in self._staging:
             staging.abandon()
         self.settle()
+
+    def _keep(self, unit: Unit, flat: torch.Tensor) -> None:
+        """A resident unit's gradient of this window stays on the device, in its plane."""
+        plane = self._plane(unit)
+        if flat.data_ptr() != plane.data_ptr():
+            plane.add_(flat)
+        if self.route is Route.DIRECT:
+            self._note_square(plane)
+        self._sent_this_step.add(unit.name)
 
     def _through_slab(self, unit: Unit, slab: Slab, staging: Staging) -> None:
         destination = slab.fill(unit.layout.numel)

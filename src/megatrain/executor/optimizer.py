@@ -16,6 +16,7 @@ from megatrain.device.streams import Event
 from megatrain.host.store import HostStore
 from megatrain.models.structure import Unit
 from megatrain.optim.adamw import AdamW, Segment, StepCoefficients, segments_of
+from megatrain.optim.device import update_
 from megatrain.optim.updater import CpuUpdater, cut_pieces
 
 
@@ -41,7 +42,7 @@ class HostOptimizer:
         self.coefficients: StepCoefficients | None = None
 
     def launch(self, coefficients: StepCoefficients, arrived: Mapping[str, Event]) -> None:
-        """Start the update of every unit from its gradient plane. Returns at once.
+        """Start the update of every unit from its gradient plane: on threads, or on the compute stream. Returns at once.
 
         Args:
             coefficients: Numbers of this step.
@@ -50,6 +51,9 @@ class HostOptimizer:
         for unit in self._units:
             planes = self._store.units[unit.name]
             assert planes.grad is not None, unit.name
+            if planes.resident:
+                update_(planes.hi, planes.lo, planes.m, planes.v, planes.grad, self._segments[unit.name], coefficients)
+                continue
             self._jobs[unit.name] = self._updater.submit_update(
                 unit.name, planes, planes.grad, self._segments[unit.name], coefficients, arrived[unit.name].synchronize
             )
@@ -77,12 +81,15 @@ class HostOptimizer:
 
     def squared_norm(self) -> float:
         """Sum of squares over all gradient planes, once the adds launched so far are done. Blocks."""
-        sums = [
-            self._updater.submit_sumsq(unit.name, grad)
-            for unit in self._units
-            if (grad := self._store.units[unit.name].grad) is not None
-        ]
-        return sum(job.result() for job in sums)
+        sums, on_device = [], []
+        for planes in (self._store.units[unit.name] for unit in self._units):
+            assert planes.grad is not None, planes.name
+            if planes.resident:
+                # fp64 like the host's sum, so that the norm does not depend on where a unit lives.
+                on_device.append(torch.linalg.vector_norm(planes.grad, dtype=torch.float64).square())
+            else:
+                sums.append(self._updater.submit_sumsq(planes.name, planes.grad))
+        return sum(job.result() for job in sums) + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
     def finished(self, unit_name: str) -> bool:
         """Whether the unit's masters are at rest. A failed job counts: `wait` raises its error."""

@@ -10,6 +10,7 @@ logits exist at the same time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,13 @@ from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.gradients import GradientFlow
 from megatrain.executor.rows import CallAxes, PROBE_ROWS, Shape, chunks_of, cut, row_axis, shapes_of
-from megatrain.executor.tape import Arguments, LayerCall, Tape
+from megatrain.executor.saved import MovingWeights
+from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
 from megatrain.loss import Targets, cross_entropy_sum, find_targets
 from megatrain.models.shell import Shell
+from megatrain.models.templates import Variant
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -42,12 +45,14 @@ class StepShape:
         chunk_rows: Rows that a layer computes together.
         head_tokens: Target tokens whose logits exist at the same time.
         segment: 1 keeps every layer's input, K keeps every K-th and computes a layer a third time.
+        kept: Layers whose activations are kept; the others are recomputed from their input.
     """
 
     windows: int
     chunk_rows: int
     head_tokens: int
     segment: int
+    kept: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -78,6 +83,7 @@ class StepRunner:
         # What `run_layer` works on while HF's loop is running.
         self._tape: Tape | None = None
         self._chunks: list[slice] = []
+        self._kept: frozenset[int] = frozenset()
         self._probe: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
@@ -109,6 +115,7 @@ class StepRunner:
         for rows in windows:
             edges, tape = self._bind_edges(requires_grad=True), Tape()
             self._mark("forward")
+            self._kept = shape.kept
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
             here = _targets_of(targets, rows, inputs)
@@ -163,7 +170,10 @@ class StepRunner:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
-        outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None)
+        if call is not None and index in self._kept:
+            outputs, spec = self._forward_kept(call)
+        else:
+            outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None)
         if self._probe is not None:
             self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
         if call is not None:
@@ -186,11 +196,38 @@ class StepRunner:
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
                 args, kwargs = arguments.unflatten(self._cut_inputs(index, arguments.leaves, rows))
-                leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, weights, args, kwargs))
+                leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, "forward", weights, args, kwargs))
                 parts.append(leaves)
         self._weights.release(index)
         assert spec is not None
         return self._join_outputs(index, parts), spec
+
+    def _forward_kept(self, call: LayerCall) -> tuple[list[Any], pytree.TreeSpec]:
+        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without weights."""
+        flat = self._weights.fetch(call.layer)
+        moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
+        spec = None
+        for rows in self._chunks:
+            graph, spec = self._graph_of(call, flat, rows, "keep", moving)
+            call.graphs.append(graph)
+        self._weights.release(call.layer)
+        assert spec is not None
+        return self._join_outputs(call.layer, [graph.outputs for graph in call.graphs]), spec
+
+    def _graph_of(
+        self, call: LayerCall, flat: torch.Tensor, rows: slice, variant: Variant, moving: MovingWeights | None
+    ) -> tuple[ChunkGraph, pytree.TreeSpec]:
+        """Compute one layer on one chunk with autograd, with leaves of its own for inputs and weights."""
+        unit = self._units[call.layer]
+        weights = self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad=True)
+        leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
+        for position in call.trained:
+            leaves[position] = leaves[position].detach().requires_grad_()
+        args, kwargs = call.arguments.unflatten(leaves)
+        with torch.enable_grad(), moving.left_out() if moving else contextlib.nullcontext():
+            outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
+        trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
+        return ChunkGraph(outputs, [leaves[position] for position in call.trained], trained, moving), spec
 
     # ---------------------------------------------------------------- head
 
@@ -238,33 +275,32 @@ class StepRunner:
         self._gradients.send_edge(self.shell.structure.embedding)
 
     def _backward_layer(self, call: LayerCall, tape: Tape) -> None:
-        """Recompute one layer with autograd, chunk by chunk, and run its backward; sends gradients both ways.
+        """Run one layer's backward, chunk by chunk, on kept graphs or on recomputed ones; send its gradients both ways.
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
-        unit = self._units[call.layer]
-        views = unit.layout.views(self._weights.fetch(call.layer))
-        total = self._gradients.begin_layer(unit, len(self._chunks))
+        flat = self._weights.fetch(call.layer)
+        total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))
         input_parts: dict[int, list[torch.Tensor | None]] = {position: [] for position in call.trained}
-        for rows, random_state in zip(self._chunks, call.random_states, strict=True):
-            weights = self.shell.leaves(views, unit.prefix, requires_grad=True)
-            leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
-            for position in call.trained:
-                leaves[position] = leaves[position].detach().requires_grad_()
-            args, kwargs = call.arguments.unflatten(leaves)
-            with randomness.replayed(self._streams.device, random_state), torch.enable_grad():
-                outputs = pytree.tree_leaves(self.shell.call_layer(call.layer, weights, args, kwargs))
-            used = [(o, g) for o, g in zip(outputs, self._output_gradients(call, rows), strict=True) if g is not None]
-            trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-            wanted = [*(leaves[position] for position in call.trained), *trained.values()]
-            found = _grad([o for o, _ in used], wanted, [g for _, g in used])
-            total.add(dict(zip(trained, found[len(call.trained) :], strict=True)))
+        for number, rows in enumerate(self._chunks):
+            if call.graphs:
+                graph, call.graphs[number] = call.graphs[number], _DONE
+                if graph.moving is not None:
+                    graph.moving.now = flat
+            else:
+                with randomness.replayed(self._streams.device, call.random_states[number]):
+                    graph, _ = self._graph_of(call, flat, rows, "recompute", None)
+            d_outputs = self._output_gradients(call, rows)
+            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if g is not None]
+            found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
+            total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
                 input_parts[position].append(gradient)
+            del graph
         self._weights.release(call.layer)
         self._gradients.send_layer(total)
         tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
-        call.arguments.leaves, call.output_gradients, call.random_states = [], [], []
+        call.arguments.leaves, call.output_gradients, call.random_states, call.graphs = [], [], [], []
 
     def _recompute_inputs(self, calls: Sequence[LayerCall]) -> None:
         """Compute again the inputs that a segment dropped, from the one it kept."""
@@ -297,7 +333,7 @@ class StepRunner:
 
     def _join_outputs(self, layer: int, parts: list[list[Any]]) -> list[Any]:
         if len(parts) == 1:
-            return parts[0]
+            return list(parts[0])
         assert self._call_axes is not None
         joined = []
         for axis, *pieces in zip(self._call_axes[layer].outputs, *parts, strict=True):
@@ -362,6 +398,10 @@ class StepRunner:
         for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             seconds[phase] = seconds.get(phase, 0.0) + start.seconds_until(end)
         return seconds
+
+
+_DONE = ChunkGraph([], [], {})
+"""Stands in the list for a graph whose backward has begun, so that nothing but the backward holds its activations."""
 
 
 def _grad(

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from megatrain.executor.saved import MovingWeights
+
 
 @dataclass
 class Arguments:
@@ -49,6 +51,23 @@ class Source:
 
 
 @dataclass
+class ChunkGraph:
+    """A layer's computation on one chunk, with autograd.
+
+    Attributes:
+        outputs: Output leaves of the layer.
+        inputs: The argument leaves that need a gradient, in the order of `LayerCall.trained`.
+        weights: The parameters that need a gradient, by layout name.
+        moving: Where the weights are, if the graph must find them at another address than where it was made.
+    """
+
+    outputs: list[Any]
+    inputs: list[torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    moving: MovingWeights | None = None
+
+
+@dataclass
 class LayerCall:
     """One call of a layer in a window.
 
@@ -58,6 +77,7 @@ class LayerCall:
         trained: Positions of the argument leaves that need a gradient.
         sources: For argument positions that are outputs of earlier calls.
         random_states: State of the random generators before each chunk, replayed in the recompute.
+        graphs: Each chunk's autograd graph, where the layer's activations are kept; then nothing is computed again.
         output_gradients: Gradient of each output so far, None where nobody has sent one (yet).
     """
 
@@ -66,6 +86,7 @@ class LayerCall:
     trained: list[int]
     sources: dict[int, Source]
     random_states: list[Any] = field(default_factory=list)
+    graphs: list[ChunkGraph] = field(default_factory=list)
     output_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def receive(self, output: int, gradient: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ which is launched only after the backward that read it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ class WeightStream:
         store: The host planes.
         layers: The layer units, in order.
         ring: Slots for the layers.
-        edges: (unit, its own slot) of embedding and head; they are loaded once per update and stay.
+        edges: (unit, its own slot) of embedding and head; they are loaded once per update and stay. A resident one has no slot.
         gate: See [Note: when a unit's weights may be copied].
     """
 
@@ -44,7 +45,7 @@ class WeightStream:
         store: HostStore,
         layers: Sequence[Unit],
         ring: WeightRing,
-        edges: Sequence[tuple[Unit, Slot]],
+        edges: Sequence[tuple[Unit, Slot | None]],
         gate: UpdateGate,
     ):
         self._store = store
@@ -75,6 +76,9 @@ class WeightStream:
             )
         self._position += 1
         unit = self._layers[layer]
+        if self.stays(layer):
+            self._prefetch()
+            return self._store.units[unit.name].hi
         slot = self._ring.holding(unit.name)
         if slot is None:
             slot = self._ring.victim(self._next_use, before=-1)
@@ -82,19 +86,29 @@ class WeightStream:
             self._load(slot, unit)
         return slot.acquire(unit.layout.numel)
 
+    def stays(self, layer: int) -> bool:
+        """Whether the layer is resident: its weights have the same address in every visit, and no slot."""
+        return self._store.units[self._layers[layer].name].resident
+
     def release(self, layer: int) -> None:
         """All kernels that read `layer` in this visit have been launched; prefetch what comes next. Asynchronous."""
-        slot = self._ring.holding(self._layers[layer].name)
-        assert slot is not None, f"layer {layer} holds no slot"
-        slot.release()
-        ahead = self._visits[self._position : self._position + len(self._ring.slots)]
-        for distance, following in enumerate(ahead):
+        if not self.stays(layer):
+            slot = self._ring.holding(self._layers[layer].name)
+            assert slot is not None, f"layer {layer} holds no slot"
+            slot.release()
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Load what the visit list says comes next, as far as there are slots and finished updates. Asynchronous."""
+        streamed = ((i, self._visits[i]) for i in range(self._position, len(self._visits)))
+        streamed = itertools.islice(((i, v) for i, v in streamed if not self.stays(v)), len(self._ring.slots))
+        for position, following in streamed:
             unit = self._layers[following]
             if self._ring.holding(unit.name) is not None:
                 continue
             if not self._gate.finished(unit.name):
                 return  # not worth blocking for: fetch will
-            slot = self._ring.victim(self._next_use, before=self._position + distance)
+            slot = self._ring.victim(self._next_use, before=position)
             if slot is None:
                 return
             self._load(slot, unit)
@@ -102,6 +116,8 @@ class WeightStream:
     def edge_weights(self, index: int) -> torch.Tensor:
         """The flat weights of the embedding (0) or the head (1), loaded if stale, for kernels launched from now on."""
         unit, slot = self._edges[index]
+        if slot is None:
+            return self._store.units[unit.name].hi
         if slot.owner is None:
             self._load(slot, unit)
         weights = slot.acquire(unit.layout.numel)
@@ -111,12 +127,12 @@ class WeightStream:
     def edge_buffer(self, index: int) -> torch.Tensor:
         """The same memory as `edge_weights`, without loading: for views that are bound before the copy is queued."""
         unit, slot = self._edges[index]
-        return slot.buffer(unit.layout.numel)
+        return self._store.units[unit.name].hi if slot is None else slot.buffer(unit.layout.numel)
 
     def edges_in_use(self) -> None:
         """All kernels that read the edges in this step have been launched."""
         for _, slot in self._edges:
-            if slot.owner is not None:
+            if slot is not None and slot.owner is not None:
                 slot.acquire(0)
                 slot.release()
 
@@ -136,7 +152,7 @@ class WeightStream:
         return sum(slot.nbytes for slot in self._all_slots())
 
     def _all_slots(self) -> list[Slot]:
-        return [*self._ring.slots, *(slot for _, slot in self._edges)]
+        return [*self._ring.slots, *(slot for _, slot in self._edges if slot is not None)]
 
     def _next_use(self, owner: str) -> float:
         """Position of the next visit of `owner`, infinity if there is none."""

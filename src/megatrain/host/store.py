@@ -8,7 +8,8 @@ arena for all units; a unit starts at a page, so that registration chunks end be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,21 +41,29 @@ class UnitPlanes:
     m: torch.Tensor
     v: torch.Tensor
     grad: torch.Tensor | None = None
+    resident: bool = False
+    """The planes are on the training device, not in the host's arenas."""
 
     def read_master(self, name: str) -> torch.Tensor:
-        """The exact fp32 master of one tensor, as a new tensor of its shape."""
+        """The exact fp32 master of one tensor, as a new CPU tensor of its shape."""
         hi = self.layout.view(self.hi, name)
-        return hi.clone() if self.lo is None else plane_math.join(hi, self.layout.view(self.lo, name))
+        master = hi.clone() if self.lo is None else plane_math.join(hi, self.layout.view(self.lo, name))
+        return master.cpu()
 
     def write_master(self, name: str, value: torch.Tensor) -> None:
         """Set one tensor's master from any floating dtype (widened to fp32: exact for bf16, fp16 and fp32)."""
         hi = self.layout.view(self.hi, name)
         assert value.shape == hi.shape, (name, tuple(value.shape), tuple(hi.shape))
-        master = value.detach().to(device="cpu", dtype=torch.float32)
+        master = value.detach().to(device=hi.device, dtype=torch.float32)
         if self.lo is None:
             hi.copy_(master)
         else:
             plane_math.split_(master.contiguous(), hi, self.layout.view(self.lo, name))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The planes that are state, by kind: hi, lo where there is one, m, v."""
+        planes = {"hi": self.hi, "lo": self.lo, "m": self.m, "v": self.v}
+        return {kind: plane for kind, plane in planes.items() if plane is not None}
 
 
 class HostStore:
@@ -64,30 +73,53 @@ class HostStore:
         layouts: (unit name, layout) in forward order.
         split: True keeps hi (bf16) and lo (int16); False keeps the fp32 master in `hi`.
         grad_dtype: Type of the gradient plane, None for no gradient plane.
+        resident: Names of units whose planes live on `device` instead of in host memory.
+        device: The training device.
     """
 
-    def __init__(self, layouts: Sequence[tuple[str, FlatLayout]], *, split: bool, grad_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        layouts: Sequence[tuple[str, FlatLayout]],
+        *,
+        split: bool,
+        grad_dtype: torch.dtype | None,
+        resident: Collection[str] = (),
+        device: torch.device | None = None,
+    ):
         self.split = split
         self.grad_dtype = grad_dtype
-        self._layouts = list(layouts)
-        hi_dtype = torch.bfloat16 if split else torch.float32
+        self._layouts = [(name, layout) for name, layout in layouts if name not in resident]
         self._arenas: dict[str, Arena] = {}
-        hi = self._plane("hi", hi_dtype)
-        lo = self._plane("lo", torch.int16) if split else [None] * len(layouts)
-        m, v = self._plane("m", torch.float32), self._plane("v", torch.float32)
-        grad = self._plane("grad", grad_dtype) if grad_dtype else [None] * len(layouts)
-        self.units: dict[str, UnitPlanes] = {
-            name: UnitPlanes(name, layout, hi[i], lo[i], m[i], v[i], grad[i])  # type: ignore[arg-type]
-            for i, (name, layout) in enumerate(layouts)
-        }
+        self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, "m": torch.float32, "v": torch.float32}
+        """Type of each plane kind."""
+        if split:
+            self.dtypes["lo"] = torch.int16
+        if grad_dtype is not None:
+            self.dtypes["grad"] = grad_dtype
+        on_host = {kind: iter(self._plane(kind)) for kind in self.dtypes}
+        self.units: dict[str, UnitPlanes] = {}
+        for name, layout in layouts:
+            if name in resident:
+                planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in self.dtypes.items()}
+            else:
+                planes = {kind: next(tensors) for kind, tensors in on_host.items()}
+            self.units[name] = UnitPlanes(name, layout, lo=planes.pop("lo", None), resident=name in resident, **planes)
 
-    def add_gradient_plane(self, dtype: torch.dtype) -> None:
-        """Give every unit a gradient plane, if it has none yet (gradients asked for without an update)."""
-        if self.grad_dtype is not None:
-            return
-        self.grad_dtype = dtype
-        for planes, grad in zip(self.units.values(), self._plane("grad", dtype), strict=True):
-            planes.grad = grad
+    def on_host(self, name: str) -> UnitPlanes:
+        """The unit's state for reading on the CPU: its own planes, or a copy of them where they are on a device."""
+        planes = self.units[name]
+        if not planes.resident:
+            return planes
+        return UnitPlanes(name, planes.layout, **{"lo": None, **{k: p.cpu() for k, p in planes.state().items()}})
+
+    @contextlib.contextmanager
+    def restoring(self, name: str) -> Iterator[UnitPlanes]:
+        """The unit's state for writing on the CPU; copied back to the device at the end where it lives there."""
+        host, planes = self.on_host(name), self.units[name]
+        yield host
+        if planes.resident:
+            for kind, plane in host.state().items():
+                planes.state()[kind].copy_(plane)
 
     def pin(self, planes: Sequence[str] = ("hi", "grad")) -> None:
         """Pin plane kinds that exist. Raises PinRefused from the first arena the driver refuses; nothing stays pinned then."""
@@ -107,8 +139,14 @@ class HostStore:
         return sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def plane_bytes(self) -> dict[str, int]:
-        """Bytes of each plane kind, page rounding included."""
+        """Bytes of each plane kind in host memory, page rounding included."""
         return {kind: arena.nbytes for kind, arena in self._arenas.items()}
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of planes on the device."""
+        planes = [p for p in self.units.values() if p.resident]
+        return sum(plane.nbytes for p in planes for plane in (*p.state().values(), p.grad) if plane is not None)
 
     def close(self) -> None:
         """Unpin and give the memory back. The planes must not be used any more."""
@@ -124,7 +162,8 @@ class HostStore:
             offsets.append(-(-(offsets[-1] + layout.numel * itemsize) // PAGE_BYTES) * PAGE_BYTES)
         return offsets
 
-    def _plane(self, kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    def _plane(self, kind: str) -> list[torch.Tensor]:
+        dtype = self.dtypes[kind]
         offsets = self._offsets(dtype.itemsize)
         arena = self._arenas[kind] = Arena(max(offsets[-1], PAGE_BYTES))
         return [
@@ -133,8 +172,4 @@ class HostStore:
         ]
 
     def _cuts(self, kind: str) -> list[int]:
-        itemsize = {"hi": 2 if self.split else 4, "lo": 2, "m": 4, "v": 4, "grad": 0}[kind]
-        if kind == "grad":
-            assert self.grad_dtype is not None
-            itemsize = self.grad_dtype.itemsize
-        return self._offsets(itemsize)
+        return self._offsets(self.dtypes[kind].itemsize)

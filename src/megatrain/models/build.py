@@ -97,15 +97,21 @@ def build_meta_model(
         compute_dtype: Type of the parameters, except those that transformers keeps in fp32.
         attn_implementation: `sdpa`, `eager`...; by default sdpa where the family supports it, else eager.
         trust_remote_code: Whether code that the config refers to may run.
+
+    Raises:
+        UserError: transformers cannot build it, for lack of the attention or of a package.
     """
     config = copy.deepcopy(config)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         part.use_cache = False
     extra: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    with torch.device("meta"), hf_init.meta_device_safe_creation_ops():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=compute_dtype, trust_remote_code=trust_remote_code, **extra
-        )
+    try:
+        with torch.device("meta"), hf_init.meta_device_safe_creation_ops():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=compute_dtype, trust_remote_code=trust_remote_code, **extra
+            )
+    except (ValueError, ImportError) as error:  # how transformers says that it lacks an attention or a package
+        raise UserError(f"the model cannot be built: {_first_line(error)}", config.model_type) from error
     _settle_parameters(model, compute_dtype)
     _make_buffers(model, compute_dtype)
     return model
@@ -121,7 +127,9 @@ def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | No
     # deepcopy asks its memo first: parameters that are in there already are never copied, and ties stay ties.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        dtype = compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype
+        # An fp32 parameter of a model of another type was made so by its family, and stays so.
+        follows = parameter.is_floating_point() and (parameter.dtype != torch.float32 or model.dtype == torch.float32)
+        dtype = compute_dtype if compute_dtype and follows else parameter.dtype
         empty = torch.empty_like(parameter, dtype=dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
@@ -130,17 +138,28 @@ def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | No
     for part in {id(c): c for c in (twin.config, twin.config.get_text_config())}.values():
         part.use_cache = False
     if compute_dtype:
+        twin.config.dtype = compute_dtype
         _settle_parameters(twin, compute_dtype)
     return twin
 
 
 def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> set[str]:
-    """Parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`."""
-    plan = model._get_dtype_plan(compute_dtype)
-    if not plan:
+    """Parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`.
+
+    These are the ones its loading rules name, and those that the family's code makes in fp32 whatever the model's type (some
+    routers); the latter are known only of a model that was built for `compute_dtype`.
+    """
+    if compute_dtype == torch.float32:
         return set()
-    pattern, _, _ = build_glob_alternation(list(plan))
-    return {name for name in model.state_dict() if pattern.search(name)}
+    state = model.state_dict()
+    names: set[str] = set()
+    if model.config.dtype == compute_dtype:
+        names = {name for name, tensor in state.items() if tensor.dtype == torch.float32}
+    plan = model._get_dtype_plan(compute_dtype)
+    if plan:
+        pattern, _, _ = build_glob_alternation(list(plan))
+        names |= {name for name in state if pattern.search(name)}
+    return names
 
 
 def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from megatrain.errors import UserError
 from megatrain.models.structure import Structure, with_submodule
+from megatrain.models.templates import LayerCode, Variant, template_groups
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """(layer index, positional arguments, keyword arguments) -> what HF's layer would return."""
@@ -98,6 +99,8 @@ class Shell:
         buffers: Every buffer of the model by full name, on the device.
         run_layer: Called in place of each layer, in the order of HF's own loop.
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
+        compiled: Compile the layers, once per template group.
+        budget: Activation memory budget of layers whose activations are kept (compiled layers only).
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class Shell:
         buffers: Mapping[str, torch.Tensor],
         run_layer: RunLayer,
         fp32_names: frozenset[str] = frozenset(),
+        compiled: bool = False,
+        budget: float = 1.0,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())
@@ -125,6 +130,10 @@ class Shell:
         ]
         """Full names of the trained parameters that `logits` reads."""
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
+        self.groups = template_groups(self.layers)
+        """Template group of each layer."""
+        templates = [self.layers[self.groups.index(group)] for group in sorted(set(self.groups))]
+        self._code = [LayerCode(module, f"layer_{i}", compiled, budget) for i, module in enumerate(templates)]
         self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
         self._base_buffers: dict[str, torch.Tensor] = {}
         self._head_buffers: dict[str, torch.Tensor] = {}
@@ -174,9 +183,14 @@ class Shell:
         kwargs = {"inputs_embeds": hidden_ND.unsqueeze(0), "use_cache": False}
         return functional_call(self._head, bound, kwargs=kwargs).logits[0]
 
-    def call_layer(self, index: int, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def call_layer(
+        self, index: int, variant: Variant, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any
+    ) -> Any:
         """Compute layer `index` by HF's code with `weights` (layout names) and the layer's buffers bound for this call."""
-        return functional_call(self.layers[index], {**weights, **self._layer_buffers[index]}, args, kwargs)
+        code = self._code[self.groups[index]]
+        if not code.compiled:  # eager: the layer's own module, which may keep things to itself by its number
+            return functional_call(self.layers[index], {**weights, **self._layer_buffers[index]}, args, kwargs)
+        return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs)
 
     def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Leaves over a slot's views, in the dtype HF keeps each parameter in; those of frozen parameters need no gradient."""

@@ -135,7 +135,7 @@ def hf_tensors(
     """
     assert isinstance(structure.model, PreTrainedModel)
     keep_fp32 = fp32_parameter_names(structure.model, dtype)
-    planes = store.units[unit.name]
+    planes = store.on_host(unit.name)
     tensors = {
         full: weight_of(planes, local, torch.float32 if full in keep_fp32 else dtype)
         for local, full in unit.full_names()

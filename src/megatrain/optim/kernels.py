@@ -17,8 +17,8 @@ worse.
 Legend: hi, lo, m, v, grad are flat planes (N,); a kernel touches elements [start, end). A bf16 plane arrives as
 int16, its bits; so a gradient of int16 is bf16 and one of float32 is fp32. A whole master (no lo plane) is float32.
 
-Compiling takes about 0.2 s a kernel, once in a process. There is no compilation cache on disk: it would save little,
-and fails where neither the installation nor the home directory is writable.
+Compiling takes a few tenths of a second a kernel, once in a process. There is no compilation cache on disk: it would
+save little, and fails where neither the installation nor the home directory is writable.
 """
 
 from __future__ import annotations
