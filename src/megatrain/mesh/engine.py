@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +21,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.checkpoint.reader import load_checkpoint
+from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor import batches as host_batches
 from megatrain.executor.engine import EvalResult, StepResult
-from megatrain.mesh import context, exact
+from megatrain.mesh import context, exact, launch
 from megatrain.mesh.batches import Batch, microbatches, without_mask
 from megatrain.mesh.context import TokenMap, zigzag_order
 from megatrain.mesh.data_parallel import local, shard
@@ -35,8 +36,19 @@ from megatrain.mesh.layout import Layout, dropout_keys, split_layers
 from megatrain.mesh.schedule import Runner
 from megatrain.mesh.stage import Part, Stage, cut
 from megatrain.mesh.tensor import parallelize
-from megatrain.models.build import build_from_memory, fp32_parameter_names
-from megatrain.models.structure import Structure, take_apart
+from megatrain.mesh.gate import verify_family_cut
+from megatrain.mesh.state import MeshState, SavingStore, everyone
+from megatrain.models.build import (
+    build_from_memory,
+    build_meta_model,
+    find_model_folder,
+    fp32_parameter_names,
+    load_model_config,
+)
+from megatrain.models.conversion import unit_of_names
+from megatrain.models.init import initialize
+from megatrain.models.structure import Structure, persistent_buffers, take_apart
+from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, unmatched_groups
 
 ComputeDtype = Literal["bf16", "fp32", "fp64"]
@@ -47,14 +59,18 @@ class MeshEngine:
     """Trains a Hugging Face causal language model whose state is sharded over the processes of a mesh.
 
     Args:
-        model: An in-memory CausalLM, the same on every rank; it is copied.
+        model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, the same on every
+            rank, which is copied.
         layout: How it is spread. `shard` is filled in from the number of processes.
         device: Of this rank.
         optim: AdamW's hyper-parameters.
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
-        seed: Of dropout.
+        init: `random` initialises from the config alone, by HF's own rules, seeded.
+        seed: Of initialisation and dropout.
+        trust_remote_code: Whether code in the model folder may run.
+        attn_implementation: HF's name of an attention implementation; context parallel brings its own.
 
     Raises:
         UserError: The layout or the family cannot run; said before any process group is made.
@@ -62,35 +78,43 @@ class MeshEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: str | Path | nn.Module,
         layout: Layout,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device = "auto",
         optim: AdamW | None = None,
-        compute_dtype: ComputeDtype = "bf16",
+        compute_dtype: ComputeDtype | Literal["auto"] = "auto",
         recompute: bool = False,
+        init: Literal["random"] | None = None,
         seed: int = 0,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
     ):
         self.optim = optim or AdamW()
-        self.device = torch.device(device)
+        self.device = launch.device_of_rank(device)
+        if compute_dtype == "auto":
+            compute_dtype = "bf16" if self.device.type == "cuda" else "fp32"
         self.seed = seed
         self.step = 0
         """Calls of `train_step`, skipped ones included."""
         self.updates = 0
         self._closed = False
         self._compute = compute_dtype
-        world = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
-        self.layout = layout.checked(model.config, world)  # type: ignore[arg-type]
-        meta = build_from_memory(model, compute_dtype=MASTERS[compute_dtype])  # type: ignore[arg-type]
+        self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
+        config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+        self.layout = layout.checked(config, launch.world_size())
+        meta = self._build(model, config, trust_remote_code, attn_implementation)
         self._check_model(meta, recompute)
         self.config = meta.config
         self.structure = take_apart(meta)
         for group in unmatched_groups((n for u in self.structure.units for _, n in u.full_names()), self.optim):
             raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
 
+        if self.layout.pipeline > 1:
+            verify_family_cut(meta.config, trust_remote_code)
+
+        launch.join(self.device)
         self.devices = Devices.build(self.layout, self.device)
-        if self.layout.context > 1:
-            meta.set_attn_implementation(context.NAME)
         self.parts = plan_parts(self.structure, self.layout)
         self.stages: list[Stage] = []
         self.boxes = []
@@ -99,7 +123,9 @@ class MeshEngine:
             self.stages.append(stage)
             self.boxes.append(boxes)
         self.gradients = Gradients(self.stages, self.boxes, self.structure.tied, self.devices, self.optim)
-        self._fill(dict(model.named_parameters(remove_duplicate=False)))
+        self.state = MeshState(self.structure, self.gradients, self.devices)
+        self._buffers = persistent_buffers(meta)
+        self._fill(model, init)
         hidden = self.config.get_text_config().hidden_size
         hidden_dtype = torch.bfloat16 if compute_dtype == "bf16" else MASTERS[compute_dtype]
         self.runner = Runner(self.stages, self.devices, (hidden, hidden_dtype))
@@ -192,13 +218,95 @@ class MeshEngine:
                 dist.all_reduce(whole)
                 yield name, whole.cpu()
 
-    @torch.no_grad()
-    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        for stage, boxes in zip(self.stages, self.boxes, strict=True):
-            for name, parameter in stage.named_parameters():
-                hf_name = name.removeprefix("model.")
-                part = values[hf_name][boxes[hf_name].slices]
-                local(parameter).copy_(part.reshape(local(parameter).shape))
+    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint in the host engine's format. Collective; returns on every rank when it is on the disk.
+
+        `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. Rank 0 writes, one
+        gathered unit in memory at a time.
+
+        Args:
+            directory: A folder that does not exist yet.
+            extra: JSON data to keep with it, returned by `load`.
+
+        Raises:
+            UserError: On rank 0 for its reason, on the others because rank 0 failed.
+        """
+        self._refuse_closed()
+        if self._compute == "fp64":
+            raise UserError("a fp64 engine is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
+        store = SavingStore(self.state, self.device)
+        state = {
+            "step": self.step,
+            "updates": self.updates,
+            "seed": self.seed,
+            "loss_scale": None,
+            "extra": extra or {},
+        }
+        if dist.get_rank() != 0:
+            owners = set(unit_of_names(self.structure).values())
+            if not store.follow([u.name for u in self.structure.units if u.layout.entries or u.name in owners]):
+                raise UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
+            return
+        written = False
+        try:
+            save_checkpoint(
+                Path(directory),
+                structure=self.structure,
+                store=store,  # type: ignore[arg-type]
+                buffers=self._buffers,
+                state=state,
+                source_folder=self.source_folder,
+            )
+            written = True
+        finally:
+            store.finish(written)
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
+
+        Returns:
+            The `extra` it was saved with.
+        """
+        self._refuse_closed()
+        state: dict[str, Any] | None = None
+        try:
+            state = load_checkpoint(
+                Path(directory), structure=self.structure, store=self.state, buffers=self._buffers  # type: ignore[arg-type]
+            )
+        finally:
+            complete = everyone(state is not None, self.device)
+        if not complete or state is None:
+            raise UserError("another rank could not read the checkpoint", str(directory), "see that rank's error")
+        self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
+        self.state.set_updates(self.updates)
+        self._copy_buffers()
+        return state["extra"]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: `device_state` (masters, moments), `device_peak`."""
+        held = [local(p) for _, p, _, _ in self.gradients.all()]
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return {"device_state": 3 * sum(t.numel() * t.element_size() for t in held), "device_peak": peak}
+
+    def _fill(self, model: str | Path | nn.Module, init: str | None) -> None:
+        if isinstance(model, nn.Module):
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            for unit in self.structure.units:
+                for _, name in unit.full_names():
+                    self.state.write(name, parameters[name])
+        elif init == "random":
+            initialize(self.structure, self.state, seed=self.seed, device="cpu")  # type: ignore[arg-type]
+        else:
+            assert self.source_folder is not None
+            load_weights(self.source_folder, self.structure, self.state, self._buffers)  # type: ignore[arg-type]
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        """The model's persistent buffers (a router's correction bias) into the stages' copies."""
+        for stage in self.stages:
+            for name, buffer in stage.model.named_buffers():
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
 
     def close(self) -> None:
         """Let go of the model. A closed engine refuses every further call; process groups stay the caller's."""
@@ -213,10 +321,34 @@ class MeshEngine:
 
     # ---------------------------------------------------------------- construction
 
+    def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
+        """The whole model on meta, in the masters' type."""
+        for part in {id(c): c for c in (config, config.get_text_config())}.values():
+            if getattr(part, "output_router_logits", False):
+                raise UserError(
+                    "the router's auxiliary loss is not supported",
+                    "output_router_logits",
+                    "set output_router_logits to false in config.json to train without it",
+                )
+        dtype = MASTERS[self._compute]
+        if isinstance(model, nn.Module):
+            meta = build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
+        else:
+            meta = build_meta_model(
+                config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+        if self.layout.context > 1:
+            if not getattr(meta, "_supports_attention_backend", False):
+                raise UserError(
+                    f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs",
+                    "parallel.context",
+                    "set it to 1",
+                )
+            meta.set_attn_implementation(context.NAME)
+        return meta
+
     def _check_model(self, meta: Any, recompute: bool) -> None:
         problems = []
-        if self.layout.context > 1 and not getattr(meta, "_supports_attention_backend", False):
-            problems.append(f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs")
         if recompute and self.layout.pipeline > 1 and self.layout.kind.splits_backward:
             problems.append(
                 f"schedule {self.layout.schedule} goes through the graph twice and cannot recompute; 1f1b or interleaved can"

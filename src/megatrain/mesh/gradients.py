@@ -16,7 +16,7 @@ all of them skip.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,12 @@ class Gradients:
         self._boxes = list(boxes)
         self._tied = dict(tied)
         self.optimizers = [self._make_optimizer(parameters) for parameters in self._parameters]
+
+    def all(self) -> Iterator[tuple[str, nn.Parameter, Box, torch.optim.Optimizer]]:
+        """(HF name, parameter, box, optimizer) of every local parameter, second ends of ties under their own name."""
+        for parameters, boxes, optimizer in zip(self._parameters, self._boxes, self.optimizers, strict=True):
+            for name, parameter in parameters.items():
+                yield name, parameter, boxes[name], optimizer
 
     def owned(self) -> dict[str, tuple[nn.Parameter, Box]]:
         """Parameters by HF name, without second ends of ties."""
