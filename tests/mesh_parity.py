@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import families
-import mesh_ranks as ranks
 import torch
-from mesh_cases import Case
-from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 from torch import Tensor
 
+import families
+import mesh_ranks as ranks
 from megatrain.mesh.data_parallel import local
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.exact import Fp32MeansFp64
 from megatrain.optim.adamw import AdamW
+from mesh_cases import Case
+from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
 TOLERANCE = 1e-12
 ROWS, TOKENS, STEPS = 7, 15, 3  # odd: rows and tokens are padded in most layouts
@@ -128,7 +128,10 @@ def _plain(family: str, layers: int, tied: bool, kind: str, evaluate: bool) -> R
                 model.eval()
                 evaluation = reference_loss(model, steps[2]).loss
                 model.train()
-    gradients = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), first.gradients.values(), strict=True)}
+    gradients = {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(model.named_parameters(), first.gradients.values(), strict=True)
+    }
     return Run(losses, norms, gradients, {n: p.detach().clone() for n, p in model.named_parameters()}, evaluation)
 
 

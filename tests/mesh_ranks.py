@@ -48,7 +48,9 @@ def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         results, errors = [], []
         for rank in range(world):
             file = Path(folder) / f"{rank}.pickle"
-            ok, value = pickle.loads(file.read_bytes()) if file.exists() else (False, "no result (killed, or timed out)")
+            ok, value = (
+                pickle.loads(file.read_bytes()) if file.exists() else (False, "no result (killed, or timed out)")
+            )
             results.append(value)
             if not ok:
                 errors.append(f"--- rank {rank}\n{value}")
@@ -63,7 +65,9 @@ def _child(rank: int, world: int, folder: Path, work: Callable[..., Any], args: 
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+        )
         outcome = (True, work(*args))
         code = 0
     except BaseException:

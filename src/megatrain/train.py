@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -77,17 +77,21 @@ def train(run: RunConfig, *, resume: str | None = None, engine: Any = None) -> T
         KeyboardInterrupt: A second SIGINT or SIGTERM.
     """
     quiet_libraries()
+    if run.engine == "mesh":
+        from megatrain.mesh.train import train_on_mesh
+
+        return train_on_mesh(run, resume=resume, engine=engine)
     with StopSignals() as stop, RunLogger() as log:
         folder = RunFolder(run.run.dir)
         prepared = prepare(run, resume=resume, log=log.info)
         folder.create()
         log.open_folder(folder.path)
-        with _errors_into_log(log), _engine_for(prepared, engine) as running:
-            return _Loop(prepared, running, folder, log, stop).run()
+        with errors_into_log(log), engine_for(prepared, engine) as running:
+            return Loop(prepared, running, folder, log, stop).run()
 
 
 @contextmanager
-def _errors_into_log(log: RunLogger) -> Iterator[None]:
+def errors_into_log(log: RunLogger) -> Iterator[None]:
     """What ends a run is in its log too, with the traceback if nobody expected it."""
     try:
         yield
@@ -100,7 +104,7 @@ def _errors_into_log(log: RunLogger) -> Iterator[None]:
 
 
 @contextmanager
-def _engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
+def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
     if given is not None:
         yield given
         return
@@ -111,7 +115,15 @@ def _engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
         engine.close()
 
 
-class _Loop:
+class Stop(Protocol):
+    """Whether the run is asked to end, and by what."""
+
+    requested: str | None
+
+    def __bool__(self) -> bool: ...
+
+
+class Loop:
     """The steps of one process of a run."""
 
     def __init__(
@@ -120,7 +132,7 @@ class _Loop:
         engine: Any,
         folder: RunFolder,
         log: RunLogger,
-        stop: StopSignals,
+        stop: Stop,
     ):
         self.run_config, self.engine, self.folder = prepared.run, engine, folder
         self.log, self.stop = log, stop
@@ -159,7 +171,7 @@ class _Loop:
             self.log.info(_last_words(summary, self.folder))
         return summary
 
-    def _steps(self, metrics: MetricsWriter, plot: LossPlot) -> None:
+    def _steps(self, metrics: MetricsWriter | NoOutput, plot: LossPlot | NoOutput) -> None:
         config = self.run_config
         if self.step == 0 and config.eval.at_start and not self.stop:
             self._record(metrics, self._with_validation(self._before_first_step()))
@@ -167,6 +179,7 @@ class _Loop:
             while self.step < self.total_steps and not self.stop:
                 self.step += 1
                 record = self._train_one(batches)
+                self._after_step()
                 self.log.step(record, self.total_steps)
                 last = self.step == self.total_steps
                 if _due(config.eval.every_steps, self.step) or (last and config.eval.at_end):
@@ -229,6 +242,9 @@ class _Loop:
             **self._now(),
         )
 
+    def _after_step(self) -> None:
+        """For loops of many processes: the place to agree on things."""
+
     def _now(self) -> dict[str, Any]:
         memory = self.engine.memory()
         return {
@@ -251,7 +267,7 @@ class _Loop:
         self.log.validation(record)
         return record
 
-    def _record(self, metrics: MetricsWriter, record: StepRecord) -> None:
+    def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
         self.history.append(record)
         metrics.write(record)
 
@@ -287,9 +303,12 @@ class _Loop:
         start = time.perf_counter()
         target = self.folder.checkpoint(self.step)
         self.engine.save(target, extra={"step": self.step, "data": self.fingerprint})
-        self.folder.mark_latest(target)
         self.saved_step, self.checkpoint = self.step, target
         self.log.info(f"step {self.step}: saved {target} in {time.perf_counter() - start:.1f} s")
+        self._after_save(target)
+
+    def _after_save(self, target: Path) -> None:
+        self.folder.mark_latest(target)
         self.folder.remove_old_checkpoints(self.run_config.checkpoint.keep)
 
     def _summary(self) -> TrainSummary:
@@ -305,6 +324,16 @@ class _Loop:
             checkpoint=self.checkpoint,
             stopped_by=self.stop.requested,
         )
+
+
+class NoOutput:
+    """Stands for the metrics file and the plot in a process that reports nothing."""
+
+    def write(self, record: StepRecord) -> None:
+        pass
+
+    def update(self, records: Sequence[StepRecord]) -> None:
+        pass
 
 
 class _Prefetcher:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import families
-import mesh_ranks as ranks
 import pytest
 import torch
-from mesh_cases import Case
-from mesh_parity import batches, build, digests
-from reference import ReferenceTrainer
 
+import families
+import mesh_ranks as ranks
 from megatrain.errors import EngineClosed, UserError
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.exact import Fp32MeansFp64
 from megatrain.mesh.layout import Layout
 from megatrain.optim.adamw import AdamW, ParamGroup
+from mesh_cases import Case
+from mesh_parity import batches, build, digests
+from reference import ReferenceTrainer
 
 LLAMA = Case("llama", Layout(), 4, tied=True, kind="plain")
 
 
 def engine(model, layout, **more):
-    return MeshEngine(model, layout, **{"compute_dtype": "fp64", "optim": AdamW(learning_rate=1e-2, max_grad_norm=0.1), **more})
+    return MeshEngine(
+        model, layout, **{"compute_dtype": "fp64", "optim": AdamW(learning_rate=1e-2, max_grad_norm=0.1), **more}
+    )
 
 
 def test_one_nan_on_one_rank_makes_all_ranks_skip():

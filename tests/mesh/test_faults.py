@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from mesh_cases import Case
-from mesh_parity import differences, on_ranks, plain
 from torch.distributed.fsdp import FSDPModule
 
 from megatrain.mesh import gradients, schedule
 from megatrain.mesh.context import TokenMap
 from megatrain.mesh.layout import Layout
 from megatrain.mesh.schedule import Runner
+from mesh_cases import Case
+from mesh_parity import differences, on_ranks, plain
 
 PIPELINE = Case("llama", Layout(pipeline=2, shard=1), 4, tied=True, kind="plain")
 SHARDED = Case("llama", Layout(shard=2), 4, tied=True, kind="plain")
@@ -117,5 +117,3 @@ def test_a_fault_turns_the_comparison_red(case, fault):
 @pytest.mark.parametrize("case", [PIPELINE, SHARDED, SPLIT, COPIES, CONTEXT], ids=str)
 def test_without_a_fault_the_same_cases_are_green(case):
     assert not differences(on_ranks(case), plain(case))
-
-

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import families
 import pytest
 
+import families
 from megatrain.errors import UserError
 from megatrain.mesh.layout import SCHEDULES, Layout, split_layers, zigzag
 
@@ -39,7 +39,10 @@ def test_all_problems_are_named_at_once_with_what_would_fit():
         (Layout(tensor=0, pipeline=-1), ["tensor = 0", "pipeline = -1"]),
         (Layout(schedule="gpipe"), ["'gpipe' is unknown", "zbv"]),
         (Layout(virtual=2), ["virtual 2 needs pipeline ranks"]),
-        (Layout(pipeline=2, virtual=2, schedule="interleaved", microbatches=5), ["microbatches 5 do not divide", "4 or 6"]),
+        (
+            Layout(pipeline=2, virtual=2, schedule="interleaved", microbatches=5),
+            ["microbatches 5 do not divide", "4 or 6"],
+        ),
         (Layout(pipeline=2, virtual=2, schedule="dualpipev", microbatches=3), ["fewer than the 4"]),
         (Layout(pipeline=2, schedule="zbv"), ["needs exactly 2 virtual"]),
         (Layout(tensor=2, sequence=False), ["sequence: false"]),

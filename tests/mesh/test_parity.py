@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from mesh_cases import MIXTURE, matrix
 from mesh_parity import differences, on_ranks, plain
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import families
 import pytest
 import torch
 
+import families
 from megatrain.errors import UserError
 from megatrain.mesh.exact import Fp32MeansFp64
 from megatrain.mesh.stage import Part, cut, verify_cut
 from megatrain.models.structure import take_apart
 
-EXACT = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text granite cohere smollm3 olmo2 qwen3_moe mixtral gpt_neox".split()
+EXACT = (
+    "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text granite cohere smollm3 olmo2 qwen3_moe mixtral gpt_neox".split()
+)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 
-import families
-import mesh_ranks as ranks
 import pytest
 import torch
-from mesh_parity import digests
 from transformers import AutoModelForCausalLM
 
+import families
+import mesh_ranks as ranks
 from megatrain.errors import UserError
 from megatrain.executor.engine import HostEngine
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.layout import Layout
 from megatrain.optim.adamw import AdamW
+from mesh_parity import digests
 
 FAMILY = families.BY_NAME["llama"]
 OPTIM = AdamW(learning_rate=1e-2, max_grad_norm=0.5)
@@ -62,7 +62,9 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("source", "target"), [(a, b) for a, b in itertools.product([*LAYOUTS, "host"], LAYOUTS) if a != b])
+@pytest.mark.parametrize(
+    ("source", "target"), [(a, b) for a, b in itertools.product([*LAYOUTS, "host"], LAYOUTS) if a != b]
+)
 def test_any_layout_goes_on_from_any_other(source, target, saved, uninterrupted):
     """Case 44: weights and moments; the losses are those of the uninterrupted run."""
     results = ranks.run(4, lambda: train(model(), LAYOUTS[target], [2, 3], load=saved / source))

@@ -44,9 +44,7 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
-def box_of(
-    shape: tuple[int, ...], tensor_dim: int | None, tensor: tuple[int, int], fsdp: tuple[int, int]
-) -> Box:
+def box_of(shape: tuple[int, ...], tensor_dim: int | None, tensor: tuple[int, int], fsdp: tuple[int, int]) -> Box:
     """The box of one rank; see [Note: boxes].
 
     Args:
@@ -117,9 +115,7 @@ def shard(stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_uns
     for name, parameter in stage.model.named_parameters(remove_duplicate=False):
         place = parameter.placements[0] if isinstance(parameter, DTensor) else None
         dim = place.dim if isinstance(place, Shard) else None
-        boxes[name] = box_of(
-            tuple(parameter.shape), dim, (at.tensor, layout.tensor), (devices.fsdp_rank, layout.fsdp)
-        )
+        boxes[name] = box_of(tuple(parameter.shape), dim, (at.tensor, layout.tensor), (devices.fsdp_rank, layout.fsdp))
     mesh = devices.fsdp_mesh
     for layer in stage.own_layers():
         materialise(layer, devices.device)
@@ -147,4 +143,4 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _check_boxes(stage: Stage, boxes: Mapping[str, Box]) -> None:
     for name, parameter in local_parameters(stage).items():
         found, expected = tuple(local(parameter).shape), boxes[name].sizes
-        assert found == expected or 0 in expected and local(parameter).numel() == 0, (name, found, expected)
+        assert found == expected or (0 in expected and local(parameter).numel() == 0), (name, found, expected)

@@ -79,5 +79,6 @@ def _my_group(layout: Layout, at: Coordinate, dimension: str, indices: list[int]
         ranks = [layout.rank(dataclasses.replace(start, **{dimension: i})) for i in indices]
         group = dist.new_group(ranks)
         if layout.rank(at) in ranks:
+            assert isinstance(group, dist.ProcessGroup), ranks
             mine = group
     return mine

@@ -31,13 +31,13 @@ from megatrain.mesh.batches import Batch, microbatches, without_mask
 from megatrain.mesh.context import TokenMap, zigzag_order
 from megatrain.mesh.data_parallel import local, shard
 from megatrain.mesh.devices import Devices
+from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
 from megatrain.mesh.layout import Layout, dropout_keys, split_layers
 from megatrain.mesh.schedule import Runner
 from megatrain.mesh.stage import Part, Stage, cut
-from megatrain.mesh.tensor import parallelize
-from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.state import MeshState, SavingStore, everyone
+from megatrain.mesh.tensor import parallelize
 from megatrain.models.build import (
     build_from_memory,
     build_meta_model,
@@ -233,7 +233,9 @@ class MeshEngine:
         """
         self._refuse_closed()
         if self._compute == "fp64":
-            raise UserError("a fp64 engine is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
+            raise UserError(
+                "a fp64 engine is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32"
+            )
         store = SavingStore(self.state, self.device)
         state = {
             "step": self.step,
@@ -271,7 +273,10 @@ class MeshEngine:
         state: dict[str, Any] | None = None
         try:
             state = load_checkpoint(
-                Path(directory), structure=self.structure, store=self.state, buffers=self._buffers  # type: ignore[arg-type]
+                Path(directory),
+                structure=self.structure,
+                store=self.state,  # type: ignore[arg-type]
+                buffers=self._buffers,
             )
         finally:
             complete = everyone(state is not None, self.device)
@@ -357,8 +362,14 @@ class MeshEngine:
             kept = sorted(fp32_parameter_names(meta, torch.bfloat16))
             if kept:
                 problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not do here; fp32 compute would")
-        if self.layout.pipeline > 1 and dropout_keys(meta.config.get_text_config()) and self.layout.kind.splits_backward:
-            problems.append(f"dropout with schedule {self.layout.schedule} is not supported; 1f1b or interleaved would fit")
+        if (
+            self.layout.pipeline > 1
+            and dropout_keys(meta.config.get_text_config())
+            and self.layout.kind.splits_backward
+        ):
+            problems.append(
+                f"dropout with schedule {self.layout.schedule} is not supported; 1f1b or interleaved would fit"
+            )
         if problems:
             raise UserError("; ".join(problems), "MeshEngine")
 

@@ -4,13 +4,13 @@ settle placements -> add up tied parameters -> one global norm -> one decision -
 
 [Note: distinct elements]
 The global norm counts every element of every parameter once, wherever it lives. A rank's local gradients are parts of it, and
-some of them are copies: of replicate ranks (all), of tensor ranks where a parameter is replicated over them, of the second end of a tie.
-Copies count as zero, and the squares of all ranks are added up in fp64. (DTensor's own norms would have to know
+some of them are copies: of replicate ranks (all), of tensor ranks where a parameter is replicated over them, of the second end of a
+tie. Copies count as zero, and the squares of all ranks are added up in fp64. (DTensor's own norms would have to know
 FSDP's `_StridedShard`, which says of itself that it is no shard.)
 
 [Note: one decision]
-Loss and squared norm of all ranks are summed by one collective, and every rank reads the same two numbers: if either is not finite,
-all of them skip.
+Loss and squared norm of all ranks are summed by one collective, and every rank reads the same two numbers: if either is not
+finite, all of them skip.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class Gradients:
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for parameters, optimizer in zip(self._parameters, self.optimizers, strict=True):
             if scale != 1.0:
-                torch._foreach_mul_([local(p.grad) for p in parameters.values() if p.grad is not None], scale)
+                for parameter in parameters.values():
+                    if parameter.grad is not None:
+                        local(parameter.grad).mul_(scale)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["lr_scale"]
             optimizer.step()
@@ -124,8 +126,11 @@ class Gradients:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                elif isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
-                    parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+                elif isinstance(parameter, DTensor):
+                    gradient = parameter.grad
+                    assert isinstance(gradient, DTensor), type(gradient)
+                    if gradient.placements != parameter.placements:
+                        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def _sum_ties(self) -> None:
         """A tied parameter that is on two stages gets the sum of both gradients on both; the copies then stay equal."""

@@ -274,7 +274,7 @@ class Layout:
     def _pipeline_problems(self, config: Any) -> Iterator[str]:
         layers = config.num_hidden_layers
         if self.stages > layers:
-            fits = [n for n in range(1, layers // self.virtual + 1)]
+            fits = list(range(1, layers // self.virtual + 1))
             yield (
                 f"{layers} layers cannot fill pipeline {self.pipeline} x virtual {self.virtual} = {self.stages} stages; "
                 + (f"pipeline {fits[-1]} would fit" if fits else f"virtual {layers // self.pipeline or 1} would fit")
@@ -294,7 +294,10 @@ class Layout:
         else:
             unknown = sorted({style for style in plan.values() if style not in TENSOR_STYLES})
             if unknown:
-                yield f"{config.model_type}'s plan uses the styles {', '.join(unknown)}, which are not supported; tensor 1 would fit"
+                yield (
+                    f"{config.model_type}'s plan uses the styles {', '.join(unknown)}, which are not supported; "
+                    "tensor 1 would fit"
+                )
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
@@ -319,11 +322,17 @@ class Layout:
 
 def dropout_keys(config: Any) -> list[str]:
     """Names of the config's random parts that are switched on."""
-    names = [n for n in vars(config) if ("dropout" in n or n.endswith(("pdrop", "router_jitter_noise", "input_jitter_noise")))]
+    names = [
+        n
+        for n in vars(config)
+        if ("dropout" in n or n.endswith(("pdrop", "router_jitter_noise", "input_jitter_noise")))
+    ]
     return [n for n in sorted(names) if isinstance(getattr(config, n), float) and getattr(config, n) > 0.0]
 
 
-def split_layers(layers: int, stages: int, layer_weight: float, embedding_weight: float, head_weight: float) -> list[range]:
+def split_layers(
+    layers: int, stages: int, layer_weight: float, embedding_weight: float, head_weight: float
+) -> list[range]:
     """Cut the layers into `stages` runs so that the heaviest stage is as light as possible; every layer is in one.
 
     Args:
@@ -341,7 +350,9 @@ def split_layers(layers: int, stages: int, layer_weight: float, embedding_weight
     for _ in range(layers - stages):
         # Giving each next layer to the stage that stays lightest is optimal for equal layers; ties go to the middle,
         # where nothing else is held.
-        counts[min(range(stages), key=lambda s: (extra[s] + (counts[s] + 1) * layer_weight, abs(2 * s - stages + 1)))] += 1
+        counts[
+            min(range(stages), key=lambda s: (extra[s] + (counts[s] + 1) * layer_weight, abs(2 * s - stages + 1)))
+        ] += 1
     starts = [sum(counts[:s]) for s in range(stages + 1)]
     result = [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
     assert sum(map(len, result)) == layers and all(map(len, result)), (layers, result)

@@ -131,13 +131,12 @@ class Stage(nn.Module):
         base = model.get_submodule(structure.base_name)
         layers_path = structure.layers_name.removeprefix(structure.base_name + ".")
         head = with_submodule(model, structure.base_name, _GivenStates(base, layers_path))
-        object.__setattr__(self, "_base", base)
-        object.__setattr__(self, "_head", head)
-        object.__setattr__(self, "_layers", model.get_submodule(structure.layers_name))
+        # Beside the module tree: they are parts of `model`, whose names must not occur twice.
+        self._beside = (base, head, model.get_submodule(structure.layers_name))
         self._entering: torch.Tensor | None = None
 
     def own_layers(self) -> list[nn.Module]:
-        return [self._layers[i] for i in self.part.layers]  # type: ignore[index]
+        return [self._beside[2][i] for i in self.part.layers]  # type: ignore[index]
 
     def hook_entry(self) -> None:
         """Put received hidden states in front of the first own layer. To be called after everything else that hooks it."""
@@ -193,7 +192,7 @@ class Stage(nn.Module):
             kwargs["position_ids"] = position_ids
         if self.token_map is not None:
             kwargs[ARGUMENT] = self.token_map(tokens, documents)
-        output = self._base(**kwargs)
+        output = self._beside[0](**kwargs)
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
     def _loss(self, hidden_BSD: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
@@ -215,7 +214,7 @@ class Stage(nn.Module):
         return self.loss_sum(self._logits(hidden_ND.unsqueeze(0))[0], labels_N)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(inputs_embeds=hidden, use_cache=False).logits
+        return self._beside[1](inputs_embeds=hidden, use_cache=False).logits
 
 
 def cross_entropy_sum(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -248,11 +247,9 @@ def cut(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
         keep |= {name for _, name in structure.head.full_names()}
         keep |= {alias for alias, owner in structure.tied.items() if _before_layers(structure, owner)}
     before = {name for _, name in structure.embedding.full_names()}
-    edges = [
-        name
-        for unit in (structure.embedding, structure.head)
-        for _, name in unit.full_names()
-    ] + list(structure.tied)
+    edges = [name for unit in (structure.embedding, structure.head) for _, name in unit.full_names()] + list(
+        structure.tied
+    )
     if part.count > 1:
         for name in edges:
             if name not in keep:

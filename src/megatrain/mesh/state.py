@@ -1,8 +1,8 @@
 """The state of all ranks in the shape that loading and saving expect: units with a fp32 master and moments m, v.
 
-The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters: what they write
-into it, every rank cuts its boxes from; what they read from it on rank 0 is gathered, one unit at a time. So both engines share one
-checkpoint format, and any layout reads any other's.
+The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
+what they write into it, every rank cuts its boxes from; what they read from it on rank 0 is gathered, one unit at a time. So both
+engines share one checkpoint format, and any layout reads any other's.
 
 [Note: who sends what]
 Every element has one sender: the first replicate rank, the first tensor rank of what tensor ranks share, the first stage of what
@@ -139,7 +139,9 @@ class MeshState:
         held = self._held[name][0]
         state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
         master = local(held.parameter.detach()).float()
-        moments = [local(state[key]).float() if key in state else torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")]
+        moments = [
+            local(state[key]).float() if key in state else torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")
+        ]
         return torch.stack([master, *moments]).reshape(3, *held.box.sizes).contiguous()
 
     def _unit(self, name: str) -> Unit:

@@ -90,7 +90,9 @@ def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
     if stage.part.first:
         stage.enter = partial(_split_tokens, mesh=mesh)
     if stage.part.last:
-        stage.loss_sum = partial(_split_vocabulary_loss, group=mesh.get_group(), vocabulary=_vocabulary(stage, structure))
+        stage.loss_sum = partial(
+            _split_vocabulary_loss, group=mesh.get_group(), vocabulary=_vocabulary(stage, structure)
+        )
 
 
 def _split_tokens(hidden_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -109,13 +111,14 @@ def _layer_styles(
     layer: nn.Module, prefix: str, structure: Structure, plan: Mapping[str, str]
 ) -> dict[str, ParallelStyle]:
     """Style of each module of one layer, by its name inside the layer."""
-    styles: dict[str, ParallelStyle] = {}
-    blocks: set[str] = set()
-    for name, module in layer.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{prefix}.{name}")) if name else None
+    found = {name: _planned_style(f"{prefix}.{name}", plan) for name, _ in layer.named_modules() if name}
+    # Inside these blocks tokens are whole, so a norm there needs a plan of its own.
+    blocks = {name.rpartition(".")[0] for name, style in found.items() if style == "colwise"}
+    styles: dict[str, ParallelStyle] = {block: GatherTokens() for block in blocks}
+    for name, style in found.items():
+        module = layer.get_submodule(name)
         if style == "colwise":
             styles[name] = ColwiseParallel()
-            blocks.add(name.rpartition(".")[0])
         elif style == "rowwise":
             styles[name] = RowwiseParallel(output_layouts=Shard(TOKEN_DIM))
         elif style == "replicated_with_grad_allreduce":
@@ -126,20 +129,17 @@ def _layer_styles(
                 f"model type {structure.model.config.model_type}",  # type: ignore[union-attr]
                 "set parallel.tensor to 1",
             )
-        elif type(module).__name__.endswith("Norm") and next(module.parameters(recurse=False), None) is not None:
-            if not any(name.startswith(block + ".") for block in blocks | _planned_blocks(layer, prefix, plan)):
-                styles[name] = SequenceParallel(sequence_dim=TOKEN_DIM, use_local_output=True)
-    styles.update({block: GatherTokens() for block in blocks})
+        elif _is_norm(module) and not any(name.startswith(block + ".") for block in blocks):
+            styles[name] = SequenceParallel(sequence_dim=TOKEN_DIM, use_local_output=True)
     return styles
 
 
-def _planned_blocks(layer: nn.Module, prefix: str, plan: Mapping[str, str]) -> set[str]:
-    """Modules with column-wise children: inside them tokens are whole, so a norm there needs a plan of its own."""
-    return {
-        name.rpartition(".")[0]
-        for name, _ in layer.named_modules()
-        if name and plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", f"{prefix}.{name}")) == "colwise"
-    }
+def _planned_style(full_name: str, plan: Mapping[str, str]) -> str | None:
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", full_name))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm") and next(module.parameters(recurse=False), None) is not None
 
 
 def _edge_styles(stage: Stage, structure: Structure) -> dict[str, ParallelStyle]:
@@ -153,7 +153,7 @@ def _edge_styles(stage: Stage, structure: Structure) -> dict[str, ParallelStyle]
             styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         elif isinstance(module, nn.Linear) and not name.startswith(structure.base_name + "."):
             styles[name] = ColwiseParallel(input_layouts=Shard(TOKEN_DIM), output_layouts=Shard(-1))
-        elif type(module).__name__.endswith("Norm"):
+        elif _is_norm(module):
             styles[name] = SequenceParallel(sequence_dim=TOKEN_DIM, use_local_output=True)
     return styles
 
@@ -182,7 +182,9 @@ def _vocabulary(stage: Stage, structure: Structure) -> int:
     """Rows of the head's weight, all ranks together."""
     base = structure.base_name + "."
     sizes = {
-        p.shape[0] for n, p in stage.model.named_parameters(remove_duplicate=False) if not n.startswith(base) and p.ndim == 2
+        p.shape[0]
+        for n, p in stage.model.named_parameters(remove_duplicate=False)
+        if not n.startswith(base) and p.ndim == 2
     }
     assert len(sizes) == 1, sizes
     return sizes.pop()
