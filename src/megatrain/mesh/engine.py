@@ -300,7 +300,7 @@ class MeshEngine:
                 for _, name in unit.full_names():
                     self.state.write(name, parameters[name])
         elif init == "random":
-            initialize(self.structure, self.state, seed=self.seed, device="cpu")  # type: ignore[arg-type]
+            initialize(self.structure, self.state, seed=self.seed, device=self.device)  # type: ignore[arg-type]
         else:
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.state, self._buffers)  # type: ignore[arg-type]

@@ -4,9 +4,9 @@ settle placements -> add up tied parameters -> one global norm -> one decision -
 
 [Note: distinct elements]
 The global norm counts every element of every parameter once, wherever it lives. A rank's local gradients are parts of it, and
-some of them are copies: of replicate ranks (all), of tensor ranks where a parameter is replicated over them, of the second end of a
-tie. Copies count as zero, and the squares of all ranks are added up in fp64. (DTensor's own norms would have to know
-FSDP's `_StridedShard`, which says of itself that it is no shard.)
+some of them are copies: of replicate ranks (all), of tensor ranks where a parameter is replicated over them, of a tie's second
+end. Copies count as zero, and the squares of all ranks are added up in fp64. (DTensor's own norms would have to know FSDP's
+`_StridedShard`, which says of itself that it is no shard.)
 
 [Note: one decision]
 Loss and squared norm of all ranks are summed by one collective, and every rank reads the same two numbers: if either is not
@@ -153,7 +153,7 @@ class Gradients:
         for parameter, box in self.owned().values():
             copy = box.tensor_dim is None and self._devices.at.tensor > 0
             if parameter.grad is not None and not copy:
-                total += local(parameter.grad).double().square().sum()
+                total += torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square()
         return total
 
     def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
@@ -170,5 +170,6 @@ class Gradients:
             lr=self._optim.learning_rate,
             betas=self._optim.betas,
             eps=self._optim.eps,
-            foreach=True,
+            # Fused has no temporaries; on the CPU torch chooses.
+            fused=self._devices.device.type == "cuda" or None,
         )
