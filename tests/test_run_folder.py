@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint.files import FolderWriter
-from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION
+from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION, STATE_FILE
 from megatrain.errors import UserError
 from megatrain.run_folder import RunFolder
 
@@ -19,6 +19,7 @@ def make(folder: Path, *steps: int, complete: bool = True) -> RunFolder:
     for step in steps:
         if complete:
             with FolderWriter(run.checkpoint(step)) as writer:
+                writer.write_json(STATE_FILE, {})
                 writer.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": step})
         else:
             run.checkpoint(step).mkdir()

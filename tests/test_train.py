@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.checkpoint.background import SaveProgress
 from megatrain.checkpoint.files import FolderWriter
 from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION
 from megatrain.config.load import load_config
@@ -37,6 +38,16 @@ class Result:
 class Evaluated:
     loss_sum: float
     tokens: int
+
+
+class Saved:
+    """A save that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+    def progress(self) -> SaveProgress:
+        return SaveProgress(1, 1, 1.0, 0.0, 0, 0.0)
 
 
 class CountingEngine:
@@ -67,13 +78,21 @@ class CountingEngine:
         tokens = int((batch["labels"][:, 1:] != -100).sum())
         return Evaluated(self.weight * tokens, tokens)
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+    def save(
+        self, directory: Path, extra: dict[str, Any] | None = None, *, then: Callable[[], None] = lambda: None, **_: Any
+    ) -> Saved:
         with FolderWriter(directory) as writer:
-            writer.write_json("state.json", {"weight": self.weight, "step": self.step, "extra": extra})
+            state = {"weight": self.weight, "step": self.step, "extra": extra or {}}
+            writer.write_json("state.json", {"state": state})
             writer.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": self.step})
+        then()
+        return Saved()
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        state = json.loads((directory / "state.json").read_text())
+    def wait_saved(self) -> None:
+        pass
+
+    def load(self, directory: Path, *, wait: bool = True) -> dict[str, Any]:
+        state = json.loads((directory / "state.json").read_text())["state"]
         self.weight, self.step = state["weight"], state["step"]
         return state["extra"]
 
@@ -285,12 +304,17 @@ def test_resuming_a_finished_run_does_nothing(files: Path, tmp_path: Path) -> No
     assert numbers(run) == before
 
 
-def test_resuming_with_other_data_is_said(files: Path, tmp_path: Path) -> None:
+def test_resuming_with_other_data_is_refused_unless_allowed(files: Path, tmp_path: Path) -> None:
     train(make(files, tmp_path), engine=CountingEngine())
     write_texts(tmp_path / "more.jsonl", 80)
     run = make(files, tmp_path, f"--data.train={tmp_path}/more.jsonl", "--schedule.steps=6")
-    train(run, resume="auto", engine=CountingEngine())
-    assert "rows already seen may come again" in log_of(run)
+    with pytest.raises(UserError, match=r"data \(rows\) was \d+ and is \d+; .*data \(checksum of the samples\)") as caught:
+        train(run, resume="auto", engine=CountingEngine())
+    assert "--allow-changes" in str(caught.value)
+    assert [record.step for record in records(run)] == [1, 2, 3, 4], "nothing was touched"
+    train(run, resume="auto", allow_changes=True, engine=CountingEngine())
+    assert "data (checksum of the samples)" in log_of(run)
+    assert "allowed" in log_of(run)
     assert [record.step for record in records(run)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -332,9 +356,9 @@ def test_a_signal_during_an_evaluation_ends_it_and_saves(files: Path, tmp_path: 
 
 def test_a_signal_while_a_checkpoint_is_loaded_leaves_all_as_it_was(files: Path, tmp_path: Path) -> None:
     class Interrupted(CountingEngine):
-        def load(self, directory: Path) -> dict[str, Any]:
+        def load(self, directory: Path, *, wait: bool = True) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
-            return super().load(directory)
+            return super().load(directory, wait=wait)
 
     run = make(files, tmp_path, "--schedule.steps=3")
     train(run, engine=CountingEngine())

@@ -215,15 +215,18 @@ def check_mesh(run: RunConfig) -> Layout:
     return layout
 
 
-def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True) -> HostEngine | MeshEngine:
+def make_engine(
+    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True
+) -> HostEngine | MeshEngine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
     Args:
         model_folder: The local folder behind `model.path`.
         for_training: False leaves out the memory of gradients.
+        weights: False leaves the weights to a checkpoint that is loaded next.
     """
     if run.engine == "mesh":
-        return _make_mesh_engine(run, model_folder)
+        return _make_mesh_engine(run, model_folder, weights)
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
 
@@ -243,7 +246,7 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         windows=run.batch.windows if for_training else 1,
         threads=run.run.threads,
         host_gib=None if run.memory.host_gib == "auto" else run.memory.host_gib,
-        init="random" if run.model.init == "random" else None,
+        init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
@@ -251,7 +254,7 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
     )
 
 
-def _make_mesh_engine(run: RunConfig, model_folder: Path) -> MeshEngine:
+def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool) -> MeshEngine:
     from megatrain.mesh.engine import MeshEngine
 
     layout = check_mesh(run)
@@ -269,7 +272,7 @@ def _make_mesh_engine(run: RunConfig, model_folder: Path) -> MeshEngine:
         optim=optimizer(run),
         compute_dtype=compute,
         recompute=recompute,
-        init="random" if run.model.init == "random" else None,
+        init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
@@ -327,7 +330,7 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
     import torch
 
     from megatrain.executor.engine import _compute_dtype, _device
-    from megatrain.executor.gate import verify_family
+    from megatrain.executor.gate import verify_family, verify_packing
     from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
     from megatrain.models.structure import take_apart
     from megatrain.optim.adamw import unmatched_groups
@@ -345,6 +348,12 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
     structure = take_apart(model)
     if run.engine == "host":
         verify_family(config, trust_remote_code=run.model.trust_remote_code)
+    if run.data.packing:
+        verify_packing(
+            config,
+            attn_implementation=run.model.attn_implementation,
+            trust_remote_code=run.model.trust_remote_code,
+        )
     names = [name for unit in structure.units for _, name in unit.full_names()]
     for group in unmatched_groups(names, optimizer(run)):
         raise UserError(
@@ -401,6 +410,20 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             str(folder),
             "put the tokenizer's files (tokenizer.json, ...) into the folder",
         ) from error
+
+
+def open_tokenizer(run: RunConfig) -> tuple[Any, int, int | None]:
+    """The tokenizer of a run's model, rows of the model's embedding, and the most positions it knows (None: no limit).
+
+    Raises:
+        UserError: There is no such model, or it has no usable tokenizer.
+    """
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    folder = find_model_folder(run.model.path)
+    text = load_model_config(folder, run.model.trust_remote_code).get_text_config()
+    tokenizer = load_tokenizer(folder, run.model.trust_remote_code)
+    return tokenizer, text.vocab_size, getattr(text, "max_position_embeddings", None)
 
 
 def _look_at_data(run: RunConfig, model: _Model, log: Callable[[str], None]) -> _Data:

@@ -1,4 +1,4 @@
-"""The command line: `megatrain train|check|eval RUN.yaml [--section.key value ...]`.
+"""The command line: `megatrain train|check|data|eval RUN.yaml [--section.key value ...]`, and commands of their own form.
 
 Each command parses its words and calls one public function. Imports of torch and transformers wait until a command needs
 them. Exit codes: 0 done, 2 user error, 3 the run does not fit the machine, 4 numeric stop, 130 interrupted. An error of
@@ -35,16 +35,23 @@ def _run(words: list[str]) -> int:
 
     overrides, rest = split_overrides(words)
     arguments, unknown = _parser().parse_known_args(rest)
-    if unknown:
-        raise _unknown_argument(unknown[0])
-    run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
     # tokenizers warns when a process forks after it has used threads; data loading owns the threads here
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if unknown:
+        raise _unknown_argument(unknown[0])
+    if arguments.command == "init":
+        if overrides:
+            raise UserError("init takes no keys", overrides[0].flag, "change them in the file that it writes")
+        from megatrain.init_config import init_config
+
+        init_config(arguments.model, arguments.data, arguments.out)
+        return 0
+    run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
     match arguments.command:
         case "train":
             from megatrain.train import train
 
-            train(run, resume=arguments.resume)
+            train(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "check":
             from megatrain.check import check
 
@@ -53,6 +60,10 @@ def _run(words: list[str]) -> int:
             from megatrain.evaluate import evaluate_run
 
             evaluate_run(run, checkpoint=arguments.checkpoint)
+        case "data":
+            from megatrain.inspect_data import inspect_data
+
+            inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
     return 0
 
 
@@ -66,6 +77,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    init = commands.add_parser(
+        "init",
+        help="write a commented RUN.yaml for a model and some data, and check it",
+        description="Write a commented RUN.yaml for a model and some data, and check it.",
+        allow_abbrev=False,
+    )
+    init.add_argument("model", metavar="MODEL", help="Hugging Face model folder, or a hub id in the local cache")
+    init.add_argument("data", metavar="DATA", nargs="+", help="files, folders or globs")
+    init.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="the file to write (default: run.yaml)"
+    )
     train = _command(commands, "train", "train a model and write checkpoints that transformers loads as they are")
     check = _command(commands, "check", "look at everything that a run needs, without training")
     for command in (train, check):
@@ -75,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
             help="auto: go on from the newest complete checkpoint, or start if there is none; latest: go on or fail; "
             "or a checkpoint's folder",
         )
+    train.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="with --resume: go on although data, tokens per step or past learning rates differ from the checkpoint's",
+    )
     evaluate = _command(commands, "eval", "loss and perplexity on the held-out data (data.val)")
     evaluate.add_argument(
         "--checkpoint",
@@ -82,7 +109,16 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="a checkpoint's folder, or any model folder; default: model.path",
     )
+    data = _command(commands, "data", "show what the data becomes: trained and masked tokens, lengths, rows, rejects")
+    data.add_argument("--samples", metavar="N", type=_positive, default=3, help="samples shown of each source (3)")
+    data.add_argument("--tokens", metavar="N", type=_positive, default=400, help="tokens shown of each sample (400)")
     return parser
+
+
+def _positive(word: str) -> int:
+    if not word.isdigit() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"should be a number from 1, found {word!r}")
+    return int(word)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,10 +13,9 @@ from math import ceil
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from megatrain.config.schema import RunConfig
 from megatrain.errors import PlanRefused, UserError
+from megatrain.host.available import available_host_bytes
 
 GIB = 1 << 30
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
@@ -168,56 +167,14 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
-def host_available_bytes(
-    cap_gib: float | Literal["auto"] = "auto",
-    *,
-    cgroup_root: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-) -> int:
+def host_available_bytes(cap_gib: float | Literal["auto"] = "auto") -> int:
     """Host memory that this process can still take: the least of free memory, container limits and the user's cap.
 
     Args:
         cap_gib: `memory.host_gib`.
-        cgroup_root, membership: Where the kernel tells of control groups; other places in tests.
     """
-    limits = [psutil.virtual_memory().available, *_cgroup_rest_bytes(cgroup_root, _read(membership))]
-    if cap_gib != "auto":
-        limits.append(int(cap_gib * GIB))
-    return min(limits)
-
-
-def _cgroup_rest_bytes(root: Path, membership: str) -> list[int]:
-    """What the limits of the control groups leave, of version 2 and 1; page cache that can go counts as free."""
-    rest: list[int] = []
-    for line in membership.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, limit_name, used_name = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit_name, used_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # inside a container the path may name the host's tree: then only the root of the mount exists
-        folder = base / path.lstrip("/")
-        while True:
-            limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
-            if limit.isdigit() and used.isdigit():
-                cache = dict(pair.split() for pair in _read(folder / "memory.stat").splitlines()).get(
-                    "inactive_file", "0"
-                )
-                rest.append(max(0, int(limit) - int(used) + int(cache)))
-            if folder == base:
-                break
-            folder = folder.parent
-    return rest
-
-
-def _read(path: Path) -> str:
-    """A file of the kernel's; empty where this system does not have it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    available = available_host_bytes()
+    return available if cap_gib == "auto" else min(available, int(cap_gib * GIB))
 
 
 def gib(size: int) -> str:

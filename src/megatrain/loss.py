@@ -33,7 +33,7 @@ class Targets:
 
 def find_targets(labels_BT: torch.Tensor) -> Targets:
     """Shift the labels by one inside each row and keep those that are targets (CPU int64 in, CPU int64 out)."""
-    rows, tokens = labels_BT.shape
+    tokens = labels_BT.shape[1]
     next_BT = labels_BT[:, 1:]
     row, token = torch.nonzero(next_BT != IGNORED, as_tuple=True)
     return Targets(row * tokens + token, next_BT[row, token])

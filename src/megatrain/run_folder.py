@@ -4,7 +4,9 @@
     metrics.jsonl            one record per step (metrics/record.py)
     log.txt, loss.png        for people
     checkpoints/step_000100/ complete checkpoints (checkpoint/)
-    checkpoints/latest       name of the newest one, written after it is complete
+    checkpoints/latest       name of the newest one, written after it was read back whole
+    weights/step_000100/     weights alone, to evaluate or publish (checkpoint.weights_every_steps)
+    save, stop               touch one of these, and the run saves, or saves and ends, after the step in progress
     aside/                   checkpoints that a resume from an older one has made obsolete
 
 A folder that holds anything is never started in again: a run goes on there (resume), or chooses another place. Nothing is
@@ -14,10 +16,11 @@ removed except checkpoints that this run wrote, and those only when a newer one 
 from __future__ import annotations
 
 import logging
+import os
 import re
-import shutil
 from pathlib import Path
 
+from megatrain.checkpoint.files import remove_folder
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.errors import UserError
 
@@ -36,6 +39,7 @@ class RunFolder:
         self.plot = self.path / "loss.png"
         self.checkpoints = self.path / "checkpoints"
         self.aside = self.path / "aside"
+        self.weights = self.path / "weights"
 
     def create(self) -> None:
         try:
@@ -47,6 +51,14 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
+
+    def taken(self, signal: str) -> bool:
+        """Whether the file `save` or `stop` is there; it is removed, so that it counts once."""
+        try:
+            (self.path / signal).unlink()
+        except OSError:  # mostly because it is not there; what cannot be removed would be a signal for ever
+            return False
+        return True
 
     def resume_point(self, resume: str | None) -> Path | None:
         """The checkpoint that the run starts from; None for a run from the beginning.
@@ -98,32 +110,43 @@ class RunFolder:
 
     def set_aside(self, after_step: int) -> None:
         """Move checkpoints of steps that this process will reach again out of the way: they are another history's."""
-        for path in self._step_folders():
+        for path in [*self._step_folders(), *self._step_folders(self.weights)]:
             if _step_of(path) > after_step:
                 self.aside.mkdir(exist_ok=True)
-                target = _free_name(self.aside / path.name)
+                kind = "weights_" if path.parent == self.weights else ""
+                target = _free_name(self.aside / (kind + path.name))
                 path.rename(target)
                 logger.warning("%s is from before the run went back to step %d; moved to %s", path, after_step, target)
 
     def mark_latest(self, path: Path) -> None:
         """Call when `path` is complete."""
         temporary = self.checkpoints / "latest.new"
-        temporary.write_text(path.name + "\n", encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(path.name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self.checkpoints / "latest")
 
-    def remove_old_checkpoints(self, keep: int | None) -> None:
-        """Remove all but the newest `keep` complete checkpoints; None keeps all. Incomplete ones are not counted."""
+    def remove_old_checkpoints(self, keep: int | None, keep_every: int | None = None) -> None:
+        """Remove all but the newest `keep` complete checkpoints; None keeps all. Incomplete ones are not counted.
+
+        Args:
+            keep: How many stay.
+            keep_every: Those of every N-th step stay as well.
+        """
         if keep is None:
             return
         complete = [path for path in self._step_folders() if is_complete(path)]
         for path in complete[:-keep]:
-            shutil.rmtree(path)
-            logger.info("removed %s (checkpoint.keep: %d)", path, keep)
+            if keep_every is None or _step_of(path) % keep_every:
+                remove_folder(path)
+                logger.info("removed %s (checkpoint.keep: %d)", path, keep)
 
-    def _step_folders(self) -> list[Path]:
-        if not self.checkpoints.is_dir():
+    def _step_folders(self, parent: Path | None = None) -> list[Path]:
+        parent = parent or self.checkpoints
+        if not parent.is_dir():
             return []
-        found = [path for path in self.checkpoints.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in parent.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=_step_of)
 
 

@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGINT and SIGTERM.
+"""Stopping a run from outside: SIGINT and SIGTERM, or a request by name.
 
 The first signal asks: the step in progress is finished, a checkpoint is written, the exit code is 0. The second insists:
 KeyboardInterrupt is raised where the program is. The third ends the process at once, for code that hangs.
@@ -32,6 +32,10 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    def request(self, name: str) -> None:
+        """Ask as the first signal does, unless somebody has asked already."""
+        self.requested = self.requested or name
 
     def __bool__(self) -> bool:
         return self.requested is not None

@@ -1,15 +1,18 @@
 """`train`: a run from its config to its last checkpoint.
 
-    prepare (check.py)  -->  run folder  -->  engine  -->  loop: batch, step, record, [evaluate], [checkpoint]
+    prepare (check.py)  -->  run folder  -->  engine  -->  loop: batch, step, record, [evaluate], [checkpoint (saves.py)]
 
 [Note: what a step number means]
-Step n is the n-th optimizer step of the run, 1 the first. Its batch is `loader.batch(n - 1)` and its learning rate
+Step n is the n-th optimizer step of the run, 1 the first. Its batch is `loader.batch(n - 1 + offset)` and its learning rate
 `schedule(n - 1)`, both pure functions of the number: a run that is resumed after step n goes on exactly where it was.
-A step that is skipped (not finite, or without target tokens) still has its number.
+A step that is skipped (not finite, or without target tokens) still has its number. The offset is 0 until the run goes back
+before a divergence (`run.on_divergence: rollback`): then the steps get their old numbers again, but batches behind those that
+went wrong. It is kept in every checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -22,20 +25,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from megatrain.check import Prepared, make_engine, prepare
+from megatrain.checkpoint.reader import latest_complete, saved_extra
 from megatrain.config.load import dump_config
 from megatrain.config.schema import RunConfig
-from megatrain.errors import MegatrainError, NumericStop, UserError
+from megatrain.divergence import Divergence, DivergenceGuard
+from megatrain.errors import MegatrainError, NumericStop
 from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
+from megatrain.resume import PastRates, changes, content_crc32, differences, refuse_changes, schedule_settings
 from megatrain.run_folder import RunFolder
+from megatrain.saves import RunSaves
 from megatrain.stop import StopSignals
 
 if TYPE_CHECKING:
     import torch
 
     from megatrain.data.loader import StepLoader
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class TrainSummary:
         first_loss, last_loss: Training loss of the run's first and last step that had one.
         val_loss: The newest validation loss.
         checkpoint: The newest checkpoint.
-        stopped_by: The signal that ended the run early; None if it went to its end.
+        stopped_by: The signal, or file, that ended the run early; None if it went to its end.
     """
 
     folder: Path
@@ -62,32 +72,43 @@ class TrainSummary:
     stopped_by: str | None
 
 
-def train(run: RunConfig, *, resume: str | None = None, engine: Any = None) -> TrainSummary:
+def train(
+    run: RunConfig, *, resume: str | None = None, allow_changes: bool = False, engine: Any = None
+) -> TrainSummary:
     """Train as the config says.
 
     Args:
         run: The config; see `load_config`.
         resume: None starts anew, in an empty or missing folder. "auto", "latest" or a checkpoint's path go on.
+        allow_changes: Go on although data, tokens per step or past learning rates differ; as `run.allow_changes`.
         engine: Use this engine instead of making one from `run`; it is not closed.
 
     Raises:
         UserError: Something given is wrong; all problems at once, before anything is loaded or written.
         PlanRefused: The run does not fit the machine.
-        NumericStop: `run.max_bad_steps` steps in a row were not finite.
+        NumericStop: The run has diverged, and may not go back (any more).
         KeyboardInterrupt: A second SIGINT or SIGTERM.
     """
     quiet_libraries()
     if run.engine == "mesh":
         from megatrain.mesh.train import train_on_mesh
 
-        return train_on_mesh(run, resume=resume, engine=engine)
+        return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
     with StopSignals() as stop, RunLogger() as log:
         folder = RunFolder(run.run.dir)
         prepared = prepare(run, resume=resume, log=log.info)
+        past = Past.of(prepared, allow_changes or run.run.allow_changes)
+        if stop:
+            log.info(f"stopped by {stop.requested} before the first step")
+            total = prepared.total_steps
+            return TrainSummary(folder.path, past.step, total, None, None, None, prepared.start_from, stop.requested)
         folder.create()
         log.open_folder(folder.path)
+        for signal in ("save", "stop"):
+            if folder.taken(signal):
+                log.info(f"the file {signal} in {folder.path} is from before the start; removed")
         with errors_into_log(log), engine_for(prepared, engine) as running:
-            return Loop(prepared, running, folder, log, stop).run()
+            return Loop(prepared, past, running, folder, log, stop).run()
 
 
 @contextmanager
@@ -108,11 +129,53 @@ def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
     if given is not None:
         yield given
         return
-    engine = make_engine(prepared.run, prepared.model_folder)
+    engine = make_engine(prepared.run, prepared.model_folder, weights=prepared.start_from is None)
     try:
         yield engine
+    except KeyboardInterrupt:
+        engine.cancel_save()  # somebody insists: what is half written is not worth the wait
+        raise
     finally:
         engine.close()
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the checkpoint that a run starts from says of the run so far. See [Note: what a checkpoint remembers of its run].
+
+    Attributes:
+        step: The last step taken.
+        data_offset, rollbacks: See [Note: what a step number means].
+        data, schedule: What this run's checkpoints will say.
+    """
+
+    step: int
+    data_offset: int
+    rollbacks: int
+    data: dict[str, Any]
+    schedule: dict[str, Any]
+
+    @classmethod
+    def of(cls, prepared: Prepared, allow_changes: bool) -> Past:
+        """Read before anything large is.
+
+        Raises:
+            UserError: The checkpoint is damaged, not a run's, or of a run that differs in what matters.
+        """
+        data = {**prepared.fingerprint, "content": content_crc32(prepared.loader.rows)}
+        schedule = schedule_settings(prepared.run, prepared.total_steps)
+        if prepared.start_from is None:
+            return cls(0, 0, 0, data, schedule)
+        then = saved_extra(prepared.start_from)
+        found = changes(then, data, schedule, prepared.learning_rate_at)
+        if not allow_changes:
+            refuse_changes(found, prepared.start_from)
+        for change in found:
+            logger.warning("%s: allowed", change)
+        if not found:
+            for change in differences(then, schedule):
+                logger.info("%s; the learning rates so far are the same", change)
+        return cls(int(then["step"]), then.get("data_offset", 0), then.get("rollbacks", 0), data, schedule)
 
 
 class Stop(Protocol):
@@ -122,6 +185,8 @@ class Stop(Protocol):
 
     def __bool__(self) -> bool: ...
 
+    def request(self, name: str) -> None: ...
+
 
 class Loop:
     """The steps of one process of a run."""
@@ -129,6 +194,7 @@ class Loop:
     def __init__(
         self,
         prepared: Prepared,
+        past: Past,
         engine: Any,
         folder: RunFolder,
         log: RunLogger,
@@ -138,16 +204,37 @@ class Loop:
         self.log, self.stop = log, stop
         self.loader, self.val = prepared.loader, prepared.val
         self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
-        self.step = self._restore(prepared.start_from, prepared.fingerprint)
-        self.saved_step = self.step
-        self.checkpoint = prepared.start_from
-        self.fingerprint = prepared.fingerprint
-        self.bad_in_a_row = 0
+        self.past, self.step, self.data_offset, self.rollbacks = past, past.step, past.data_offset, past.rollbacks
+        self.rates = PastRates(self.learning_rate_at, self.step)
+        run = self.run_config.run
+        self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
+        self.saves = RunSaves(engine, folder, self.run_config.checkpoint, self._extra, self.step, prepared.start_from)
         self.process = psutil.Process()
+        self.started_s = time.perf_counter()
+        if prepared.start_from is not None:
+            self.engine.load(prepared.start_from, wait=False)
+            self.log.info(f"resumed from {prepared.start_from} after step {self.step}")
 
     def run(self) -> TrainSummary:
         config = self.run_config
-        _replace_text(self.folder.config, dump_config(config))
+        self._write_config()
+        while (diverged := self._one_history()) is not None:
+            self._go_back(diverged)
+        if self.stop:
+            self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
+        if config.checkpoint.at_end or self.stop:
+            self.saves.finish(self.step)
+        self.saves.settle()
+        summary = self._summary()
+        if not self.stop:
+            self.log.info(_last_words(summary, self.folder))
+        return summary
+
+    def _write_config(self) -> None:
+        _replace_text(self.folder.config, dump_config(self.run_config))
+
+    def _one_history(self) -> Divergence | None:
+        """Steps from `self.step` to the end, a stop, or a divergence."""
         self.folder.set_aside(after_step=self.step)
         plot = LossPlot(self.folder.plot, title=self.folder.path.name)
         with MetricsWriter(self.folder.metrics, self.step) as metrics:
@@ -156,27 +243,19 @@ class Loop:
                     f"metrics.jsonl: {metrics.dropped} records after step {self.step} removed; they come again"
                 )
             self.history = metrics.history
-            self.started_s = time.perf_counter()
             try:
-                self._steps(metrics, plot)
+                return self._steps(metrics, plot)
             finally:
                 if self.history:
                     plot.draw(self.history)
-        if self.stop:
-            self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
-        if config.checkpoint.at_end or self.stop:
-            self._save()
-        summary = self._summary()
-        if not self.stop:
-            self.log.info(_last_words(summary, self.folder))
-        return summary
 
-    def _steps(self, metrics: MetricsWriter | NoOutput, plot: LossPlot | NoOutput) -> None:
+    def _steps(self, metrics: MetricsWriter | NoOutput, plot: LossPlot | NoOutput) -> Divergence | None:
         config = self.run_config
         if self.step == 0 and config.eval.at_start and not self.stop:
             self._record(metrics, self._with_validation(self._before_first_step()))
-        with _Prefetcher(self.loader, self.step, self.total_steps) as batches:
-            while self.step < self.total_steps and not self.stop:
+        first, end = self.step + self.data_offset, self.total_steps + self.data_offset
+        with _Prefetcher(self.loader, first, end) as batches:
+            while self.step < self.total_steps and not self._asked_to_stop():
                 self.step += 1
                 record = self._train_one(batches)
                 self._after_step()
@@ -186,9 +265,28 @@ class Loop:
                     record = self._with_validation(record)
                 self._record(metrics, record)
                 plot.update(self.history)
-                self._stop_if_bad(record)
-                if _due(config.checkpoint.every_steps, self.step):
-                    self._save()
+                self.saves.report()
+                diverged = self.guard.look(record)
+                if diverged is not None:
+                    return diverged
+                if _due(config.checkpoint.weights_every_steps, self.step):
+                    self.saves.save_weights(
+                        self.step
+                    )  # first: it is the smaller one, and the second waits for the first
+                if _due(config.checkpoint.every_steps, self.step) or self._asked_to_save():
+                    self.saves.save(self.step)
+        return None
+
+    def _after_step(self) -> None:
+        """For a loop of many processes: the place to agree on things."""
+
+    def _asked_to_save(self) -> bool:
+        return self.folder.taken("save")
+
+    def _asked_to_stop(self) -> bool:
+        if self.folder.taken("stop"):
+            self.stop.request(f"the file {self.folder.path / 'stop'}")
+        return bool(self.stop)
 
     def _train_one(self, batches: _Prefetcher) -> StepRecord:
         """One optimizer step; see [Note: what a step number means]."""
@@ -208,7 +306,7 @@ class Loop:
         before = self.history[-1].skipped_steps if self.history else 0
         return StepRecord(
             step=self.step,
-            epoch=self.step / self.loader.steps_per_epoch,
+            epoch=(self.step + self.data_offset) / self.loader.steps_per_epoch,
             loss=_finite(result.loss),
             grad_norm=_finite(result.grad_norm),
             learning_rate=learning_rate,
@@ -242,9 +340,6 @@ class Loop:
             **self._now(),
         )
 
-    def _after_step(self) -> None:
-        """For loops of many processes: the place to agree on things."""
-
     def _now(self) -> dict[str, Any]:
         memory = self.engine.memory()
         return {
@@ -258,7 +353,7 @@ class Loop:
         if self.val is None:
             return record
         found: EvalSummary | None = evaluate(
-            self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=lambda: bool(self.stop)
+            self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
         )
         if found is None:
             self.log.info(f"step {record.step}: evaluation left unfinished because of {self.stop.requested}")
@@ -271,45 +366,40 @@ class Loop:
         self.history.append(record)
         metrics.write(record)
 
-    def _stop_if_bad(self, record: StepRecord) -> None:
-        not_finite = record.skipped is not None and record.trained_tokens > 0
-        self.bad_in_a_row = self.bad_in_a_row + 1 if not_finite else 0
-        if self.bad_in_a_row >= self.run_config.run.max_bad_steps:
-            raise NumericStop(
-                f"{self.bad_in_a_row} steps in a row were skipped, the last because of: {record.skipped}\n"
-                f"  -> the weights are those of step {self.step - self.bad_in_a_row}; lower optim.learning_rate, look at the "
-                f"data, and go on from {self.checkpoint or 'the start'} with --resume (run.max_bad_steps sets the limit)"
-            )
+    def _go_back(self, diverged: Divergence) -> None:
+        """Load the newest checkpoint from before a divergence, and leave out the data up to it.
 
-    def _restore(self, start_from: Path | None, fingerprint: dict[str, Any]) -> int:
-        if start_from is None:
-            return 0
-        extra = self.engine.load(start_from)
-        if "step" not in extra:
-            raise UserError("was not written by `megatrain train`", str(start_from), "load it with HostEngine.load")
-        then = extra.get("data", {})
-        changed = [name for name, value in fingerprint.items() if then.get(name) != value]
-        if changed:
-            self.log.warning(
-                f"{', '.join(f'{name} was {then.get(name)} and is {fingerprint[name]}' for name in changed)}: the order of "
-                "the data is another one, so that rows already seen may come again"
-            )
-        self.log.info(f"resumed from {start_from} after step {extra['step']}")
-        return int(extra["step"])
+        Raises:
+            NumericStop: The run is to stop instead, or may not go back any more, or has nothing to go back to.
+        """
+        run = self.run_config.run
+        self.saves.settle()
+        target = latest_complete(self.folder.checkpoints, before_step=diverged.first_step)
+        if run.on_divergence == "stop" or self.rollbacks >= run.max_rollbacks or target is None:
+            raise NumericStop(_why_it_stops(diverged, target, self.rollbacks, self.run_config))
+        extra = self.engine.load(target, wait=False)
+        back_to = int(extra["step"])
+        self.rollbacks += 1
+        self.data_offset += diverged.step - back_to
+        self.log.warning(
+            f"{diverged.what}: back to {target} (rollback {self.rollbacks} of {run.max_rollbacks}); steps {back_to + 1} to "
+            f"{diverged.step} come again, with the data behind those that they had"
+        )
+        self.step = back_to
+        self.guard.start_over()
+        self.saves.went_back(back_to, target)
 
-    def _save(self) -> None:
-        if self.step == self.saved_step:
-            return
-        start = time.perf_counter()
-        target = self.folder.checkpoint(self.step)
-        self.engine.save(target, extra={"step": self.step, "data": self.fingerprint})
-        self.saved_step, self.checkpoint = self.step, target
-        self.log.info(f"step {self.step}: saved {target} in {time.perf_counter() - start:.1f} s")
-        self._after_save(target)
-
-    def _after_save(self, target: Path) -> None:
-        self.folder.mark_latest(target)
-        self.folder.remove_old_checkpoints(self.run_config.checkpoint.keep)
+    def _extra(self) -> dict[str, Any]:
+        """See [Note: what a checkpoint remembers of its run]."""
+        self.rates.extend_to(self.step)
+        return {
+            "step": self.step,
+            "data": self.past.data,
+            "data_offset": self.data_offset,
+            "rollbacks": self.rollbacks,
+            "schedule": self.past.schedule,
+            "past_rates_crc32": self.rates.crc32,
+        }
 
     def _summary(self) -> TrainSummary:
         losses = [record.loss for record in self.history if record.loss is not None]
@@ -321,7 +411,7 @@ class Loop:
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
             val_loss=val_losses[-1] if val_losses else None,
-            checkpoint=self.checkpoint,
+            checkpoint=self.saves.checkpoint,
             stopped_by=self.stop.requested,
         )
 
@@ -382,6 +472,16 @@ def _last_words(summary: TrainSummary, folder: RunFolder) -> str:
     validation = f"validation loss {summary.val_loss:.4f}" if summary.val_loss is not None else ""
     where = f"checkpoint {summary.checkpoint}, picture {folder.plot}"
     return "; ".join(part for part in (f"{summary.step} steps done", fall, validation, where) if part)
+
+
+def _why_it_stops(diverged: Divergence, target: Path | None, rollbacks: int, config: RunConfig) -> str:
+    again = f" after {rollbacks} rollbacks" if rollbacks else ""
+    return (
+        f"{diverged.what}{again}\n"
+        f"  -> the weights are good up to step {diverged.first_step - 1}; lower optim.learning_rate, look at the data, and go "
+        f"on from {target or 'the start'} with --resume (run.max_bad_steps sets the limit, run.on_divergence: rollback goes "
+        f"back by itself, at most run.max_rollbacks: {config.run.max_rollbacks} times)"
+    )
 
 
 def _due(every: int | None, step: int) -> bool:

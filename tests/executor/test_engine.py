@@ -280,6 +280,33 @@ def test_any_number_of_slots_gives_the_same_bits() -> None:
     assert_same(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("base", [{}, {"chunk_rows": 2}, {"windows": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"resident": "all"},
+        {"resident": ("embedding", "layer.0", "layer.2")},
+        {"kept": "all"},
+        {"kept": (1, 3), "selective": (0,), "resident": ("layer.1", "head")},
+        {"offloaded": "all"},
+        {"offloaded": (1, 2), "kept": (0,)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3n_text"])
+def test_placement_and_activation_policy_do_not_change_a_bit(
+    name: str, base: dict[str, Any], options: dict[str, Any]
+) -> None:
+    family, runs = BY_NAME[name], []
+    for chosen in ({}, options):
+        optim = AdamW(learning_rate=1e-3)
+        with engine_of(build(family, seed=0), optim=optim, compute_dtype="bf16", **base, **chosen) as engine:
+            losses = [engine.train_step(batch(family, seed=s, rows=4, tokens=16, kind="padded")).loss for s in range(3)]
+            runs.append((losses, weights_of(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+
+
 def test_planes_take_twelve_bytes_a_parameter() -> None:
     for compute in ("bf16", "fp32"):
         with engine_of(build(LLAMA, seed=0), compute_dtype=compute) as engine:
@@ -311,7 +338,7 @@ def test_an_error_of_a_background_thread_reaches_the_caller(monkeypatch: pytest.
     engine.close()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", [1, 3, 5, 6])
 def test_after_an_error_in_the_middle_of_a_step_the_engine_goes_on(
     error: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch
@@ -340,6 +367,52 @@ def _fail_at(engine: HostEngine, call: int, error: type[BaseException], patch: p
         return compute(*args)
 
     patch.setattr(engine._runner.shell, "call_layer", failing)
+
+
+@pytest.mark.parametrize("place", ["call_layer", "logits", "begin_layer", "hidden_states", "send_edge"])
+def test_out_of_memory_anywhere_in_a_step_is_tried_again_denser(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At every call of that kind: the run equals, bit for bit, one that was planned with the denser setting."""
+    options = {"chunk_rows": 4, "head_chunk_tokens": 16, "optim": AdamW(learning_rate=1e-3)}
+    with engine_of(build(LLAMA, seed=0), **{**options, "chunk_rows": 2}) as planned:
+        results = [planned.train_step(rows_of(step)).loss for step in range(2)]
+        want = weights_of(planned)
+    for call in itertools.count(1):
+        with engine_of(build(LLAMA, seed=0), **options) as engine, monkeypatch.context() as patch:
+            owner = engine._gradients if place in ("begin_layer", "send_edge") else engine._runner.shell
+            counter, real = itertools.count(1), getattr(owner, place)
+
+            def failing(*args: Any, counter: Any = counter, real: Any = real, call: int = call) -> Any:
+                if next(counter) == call:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                return real(*args)
+
+            patch.setattr(owner, place, failing)
+            with caplog.at_level("WARNING"):
+                losses = [engine.train_step(rows_of(0)).loss]
+            if next(counter) <= call:
+                assert call > 1, "nothing was injected"
+                return
+            assert "batch.chunk_rows: 2" in caplog.text
+            losses.append(engine.train_step(rows_of(1)).loss)
+            assert losses == results
+            assert_same(weights_of(engine), want)
+
+
+def test_the_ladder_ends_with_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(build(LLAMA, seed=0), kept="all", head_chunk_tokens=128) as engine:
+
+        def always(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner.shell, "logits", always)
+            with pytest.raises(PlanRefused, match="densest setting"):
+                engine.train_step(rows_of(0))
+        assert engine._denser.recompute
+        assert engine._denser.offload
+        assert engine.train_step(rows_of(0)).skipped is None
 
 
 def test_a_closed_engine_says_so() -> None:

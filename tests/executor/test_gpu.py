@@ -94,6 +94,8 @@ def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
         {"resident": ("head", "layer.1"), "windows": 2},
         {"kept": "all"},
         {"kept": (0, 3), "resident": ("layer.3",)},
+        {"offloaded": "all"},
+        {"offloaded": (1, 2), "kept": (0,), "selective": (3,), "windows": 2},
     ],
     ids=str,
 )
@@ -104,13 +106,30 @@ def test_placement_and_kept_activations_do_not_change_a_bit(options: dict[str, A
     assert_same_bits(plain, trained(family, 20, disturb=random_delays(4), poison=True, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"kept": "all", "budget": 0.5, "chunk_rows": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"selective": "all", "budget": 0.5, "chunk_rows": 2}], ids=str)
 def test_compiled_layers_follow_eager_ones(options: dict[str, Any]) -> None:
     family = BY_NAME["qwen3"]
     eager, _ = trained(family, 10)
     compiled, _ = trained(family, 10, compile="on", disturb=random_delays(5), poison=True, **options)
     for a, b in zip(eager, compiled, strict=True):
         assert a == pytest.approx(b, rel=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_rows": 2, "selective": "all"}], ids=str)
+def test_packed_rows_use_block_masks_and_follow_plain_hugging_face(options: dict[str, Any]) -> None:
+    family = BY_NAME["qwen3"]
+    model = build(family, seed=0).cuda()
+    rows = batch(family, seed=1, rows=4, tokens=300, kind="packed")
+    want = reference_loss_and_grads(copy.deepcopy(model), {name: t.cuda() for name, t in rows.items()})
+    with HostEngine(model, device="cuda", compute_dtype="fp32", verify="never", compile="on", **options) as engine:
+        engine.backward(rows)
+        result = engine.backward(rows)
+        assert engine.structure.model.config._attn_implementation == "flex_attention"
+        got = dict(engine.named_gradients())
+    assert result.loss == pytest.approx(want.loss, rel=1e-4)
+    expected = {n: g.cpu() if g is not None else torch.zeros_like(got[n]) for n, g in want.gradients.items()}
+    error, name = gradient_error(got, expected)
+    assert error < 1e-3, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("split", [True, False])

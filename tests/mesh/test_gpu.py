@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import families
 import pytest
 import torch
 
+import families
 from megatrain.executor.engine import HostEngine
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.layout import Layout

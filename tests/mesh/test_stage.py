@@ -8,6 +8,7 @@ import torch
 import families
 from megatrain.errors import UserError
 from megatrain.mesh.exact import Fp32MeansFp64
+from megatrain.mesh.gate import CUT, verify_family_cut
 from megatrain.mesh.stage import Part, cut, verify_cut
 from megatrain.models.structure import take_apart
 
@@ -52,3 +53,14 @@ def test_a_tied_head_comes_along_on_the_last_stage():
     assert "lm_head.weight" in last and "model.embed_tokens.weight" not in last
     first = dict(cut(model, structure, Part(0, 2, range(0, 2))).named_parameters())
     assert "model.embed_tokens.weight" in first and "lm_head.weight" not in first and "model.norm.weight" not in first
+
+
+def test_an_untested_family_is_verified_on_a_tiny_copy():
+    assert not {"arcee", "gpt2"} & CUT
+    verify_family_cut(families.config(families.BY_NAME["arcee"]))
+    with pytest.raises(UserError, match=r"parallel\.pipeline to 1"):
+        verify_family_cut(families.config(families.BY_NAME["gpt2"]))
+
+
+def test_the_list_of_tested_families_is_what_is_tested_here():
+    assert set(EXACT) == CUT

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatrain.metrics.logger import RunLogger, step_line
+from megatrain.metrics.logger import RunLogger, quiet_libraries, step_line
 from step_records import record
 
 
@@ -29,17 +29,29 @@ def test_our_lines_reach_console_and_file_others_only_the_file(tmp_path: Path, c
         logging.getLogger("megatrain.data").info("before the folder")
         log.open_folder(tmp_path)
         logging.getLogger("megatrain.data").warning("a [bold] thing")
-        logging.getLogger("transformers.x").warning("somebody's advice")
+        logging.getLogger("otherlib.x").warning("somebody's advice")
         warnings.warn("somebody's warning", stacklevel=1)
         log.to_file("for the file")
     logging.getLogger("megatrain.data").warning("after the run")
     text = (tmp_path / "log.txt").read_text()
     assert shown(console) == "before the folder\nwarning: a [bold] thing\n"
-    for line in ("before the folder", "warning: a [bold] thing", "warning from transformers.x: somebody's advice"):
+    for line in ("before the folder", "warning: a [bold] thing", "warning from otherlib.x: somebody's advice"):
         assert text.count(line) == 1
     assert "somebody's warning" in text
     assert "for the file" in text
     assert "after the run" not in text
+
+
+def test_what_transformers_says_goes_to_the_file(
+    tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet_libraries()
+    with RunLogger(console) as log:
+        log.open_folder(tmp_path)
+        logging.getLogger("transformers.modeling_utils").warning("some weights are new")
+    assert "warning from transformers.modeling_utils: some weights are new" in (tmp_path / "log.txt").read_text()
+    assert shown(console) == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_traceback_is_kept_in_the_file(tmp_path: Path, console: Console) -> None:

@@ -2,10 +2,11 @@
 
 [Note: life of a checkpoint folder]
 A folder is written as `<name>.tmp-<pid>` with a marker file in it that says which process writes. Every file is checksummed
-while it is written and fsynced; then come the manifest, an fsync of the folder, the rename to `<name>`, and last the removal of
-the marker. So a folder under its own name is complete; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no
-reader looks at it. A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once
-it sees that the process is gone.
+while it is written and fsynced; then come the manifest, an fsync of the folder, the read-back of every file against its
+checksum, the rename to `<name>`, and last the removal of the marker. So a folder under its own name is complete and was once
+read from the disk as it was meant; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it.
+A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once it sees that the
+process is gone. A folder is removed the same way backwards: marked, renamed, emptied, and the marker last.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import os
 import re
 import shutil
 import socket
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = ".megatrain-partial"
 PIECE_BYTES = 32 << 20
+READ_BACK_THREADS = 4
 UNSYNCED_FILES = 2
 """Files that may wait for their fsync while the next one is written; bounds the dirty pages in the page cache."""
 
@@ -103,10 +106,13 @@ class FolderWriter:
 
     Args:
         target: The folder to make. It must not exist, or be empty.
+        on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the writing.
     """
 
-    def __init__(self, target: Path):
+    def __init__(self, target: Path, on_bytes: Callable[[int], None] = lambda count: None):
         self.target = target
+        self.on_bytes = on_bytes
+        self.read_back_s = 0.0
         self.temp = target.with_name(f"{target.name}.tmp-{os.getpid()}")
         self.records: dict[str, FileRecord] = {}
         self._crc_thread = ThreadPoolExecutor(1, "checkpoint-crc")
@@ -132,7 +138,7 @@ class FolderWriter:
         if self._committed:
             return
         try:
-            shutil.rmtree(self.temp)
+            _remove_unfinished(self.temp)
         except OSError as problem:
             logger.warning("could not remove %s: %s", self.temp, problem)
 
@@ -183,6 +189,7 @@ class FolderWriter:
         try:
             for folder in sorted({(self.temp / name).parent for name in self.records} | {self.temp}):
                 _sync_folder(folder)
+            self._read_back()
             self.temp.rename(self.target)
             self._committed = True
             _sync_folder(self.target.parent)
@@ -192,6 +199,17 @@ class FolderWriter:
             (self.target / MARKER_FILE).unlink()
         except OSError as error:  # it says nothing beside a manifest
             logger.warning("could not remove %s: %s", self.target / MARKER_FILE, error)
+
+    def _read_back(self) -> None:
+        """Compare every file with its record, read from the disk: its pages were dropped from the cache after the fsync."""
+        started = time.perf_counter()
+        for problem in damages(self.temp, self.records, lambda: self.on_bytes(0)):
+            raise UserError(
+                f"was not read back as it was written: {problem.what}",
+                problem.where,
+                "the disk or its controller is not to be trusted; the state in memory and older checkpoints are untouched",
+            )
+        self.read_back_s = time.perf_counter() - started
 
     def _file(self, name: str) -> _OpenFile:
         self._wait_for_syncs(UNSYNCED_FILES)
@@ -254,6 +272,7 @@ class _OpenFile:
             while piece:
                 written = os.write(self._fd, piece)
                 piece, self.size = piece[written:], self.size + written
+                self._folder.on_bytes(written)
         except OSError as error:
             raise _refused(error, self._folder.target / self._name) from error
 
@@ -312,9 +331,17 @@ class SafetensorsReader:
         if self._pread(view, self._data_start + begin) != self._record.tensors.get(name):
             raise damaged(self.path, f"tensor {name}: checksum differs")
 
-    def _pread(self, view: memoryview, offset: int) -> int:
-        """Fill `view` from the file; returns its CRC-32."""
-        crc = 0
+    def verify(self, name: str, buffer: bytearray) -> None:
+        """Read a tensor a piece at a time through `buffer`, and keep nothing of it."""
+        begin, end = self._entries[name]["data_offsets"]
+        crc, view = 0, memoryview(buffer)
+        for start in range(begin, end, len(buffer)):
+            crc = self._pread(view[: min(len(buffer), end - start)], self._data_start + start, crc)
+        if crc != self._record.tensors.get(name):
+            raise damaged(self.path, f"tensor {name}: checksum differs")
+
+    def _pread(self, view: memoryview, offset: int, crc: int = 0) -> int:
+        """Fill `view` from the file; returns its CRC-32, going on from `crc`."""
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
             done = 0
@@ -360,6 +387,37 @@ def read_verified(path: Path, record: FileRecord) -> bytes:
     return data
 
 
+def damages(
+    folder: Path, records: Mapping[str, FileRecord], between: Callable[[], None] = lambda: None
+) -> Iterator[UserError]:
+    """Every file of a folder that differs from its record, as an error that names it, and its first wrong tensor.
+
+    Args:
+        folder: Where the files are.
+        records: What they should be.
+        between: Called before each tensor, in several threads; what it raises ends the reading.
+    """
+    with ThreadPoolExecutor(READ_BACK_THREADS, "checkpoint-verify") as pool:
+        for problem in pool.map(lambda item: _damage(folder / item[0], item[1], between), records.items()):
+            if problem is not None:
+                yield problem
+
+
+def _damage(path: Path, record: FileRecord, between: Callable[[], None]) -> UserError | None:
+    try:
+        if not path.name.endswith(".safetensors"):
+            read_verified(path, record)
+            return None
+        piece = bytearray(max(1, min(PIECE_BYTES, record.size)))
+        with SafetensorsReader(path, record) as reader:
+            for name in reader.names:
+                between()
+                reader.verify(name, piece)
+    except UserError as error:
+        return error
+    return None
+
+
 def damaged(path: Path, what: str) -> UserError:
     return UserError(f"the checkpoint is damaged: {what}", str(path), "restore the file, or take another checkpoint")
 
@@ -391,13 +449,32 @@ def _remove_leftovers(target: Path) -> None:
     """Refuse a target that holds something; remove what dead writers left beside it, or under its name."""
     if target.is_dir() and (target / MARKER_FILE).is_file() and not (target / MANIFEST_FILE).exists():
         logger.warning("removing %s, an unfinished checkpoint", target)
-        shutil.rmtree(target)
+        _remove_unfinished(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
     for folder in target.parent.iterdir():
         if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
-            shutil.rmtree(folder)
+            _remove_unfinished(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint so that at no moment a part of it looks like one, and a part that is left gets removed later."""
+    (folder / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
+    doomed = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    folder.rename(doomed)
+    _remove_unfinished(doomed)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """The marker goes last: until then the next writer knows what the folder is, should this process die here."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != MARKER_FILE:
+            entry.unlink()
+    (folder / MARKER_FILE).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _writer_identity() -> dict[str, Any]:
@@ -407,6 +484,8 @@ def _writer_identity() -> dict[str, Any]:
 
 def _is_dead(folder: Path, target: Path) -> bool:
     """Whether a temporary folder is ours and its writer is gone. In doubt (another host, no marker) it is left alone."""
+    if folder.name == f"{target.name}.tmp-{os.getpid()}" and not any(folder.iterdir()):
+        return True  # a process that had our id died between the two lines that make a folder and its marker
     try:
         writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
         host, pid, started = writer["host"], writer["pid"], writer["started"]

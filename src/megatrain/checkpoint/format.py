@@ -43,8 +43,8 @@ class Manifest:
     files: dict[str, FileRecord]
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a checkpoint's manifest, and that all its files are there in their full size.
+def read_manifest(folder: Path, *, sizes: bool = True) -> Manifest:
+    """Read and verify a checkpoint's manifest, and (`sizes`) that all its files are there in their full size.
 
     Raises:
         UserError: No manifest, a damaged one, another format, or a file that is missing or has another size.
@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
             "install a newer megatrain",
         )
     files = {name: FileRecord.from_json(record) for name, record in raw["files"].items()}
-    for name, record in files.items():
+    for name, record in files.items() if sizes else ():
         file = folder / name
         if not file.is_file():
             raise damaged(file, "the file is missing")

@@ -2,21 +2,36 @@
 
 Nothing is trusted without a manifest, and every byte that is used is compared with its checksum. The reader does not care how the
 weights were sharded, nor whether the store keeps split or whole masters.
+
+[Note: lazy reading]
+`RunningLoad` restores unit after unit in a thread, in forward order, straight into the planes; the weights of one unit are the
+only extra memory. Each unit has a future. The gate that a unit's weights pass on their way to the device waits for it, as it
+waits for the unit's updates: the first forward starts when the first units are there, and the rest streams in ahead of it.
+After an error the units that are missing have futures that raise it, whoever asks and however often: the planes hold a mixture,
+which nobody may train on.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain.checkpoint.files import MANIFEST_FILE, SafetensorsReader, damaged, read_verified, tensor_crc32
+from megatrain.checkpoint.files import (
+    MANIFEST_FILE,
+    SafetensorsReader,
+    damaged,
+    damages,
+    read_verified,
+    tensor_crc32,
+)
 from megatrain.checkpoint.format import (
     MOMENTS,
     STATE_FILE,
@@ -26,11 +41,11 @@ from megatrain.checkpoint.format import (
     read_manifest,
     state_key,
 )
-from megatrain.errors import UserError
+from megatrain.errors import MegatrainError, UserError
 from megatrain.host import planes as plane_math
 from megatrain.host.store import HostStore, UnitPlanes
 from megatrain.models.conversion import Conversion
-from megatrain.models.structure import Structure
+from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import resolve_ties
 
 logger = logging.getLogger(__name__)
@@ -38,10 +53,14 @@ logger = logging.getLogger(__name__)
 READ_THREADS = 4
 
 
+class LoadCancelled(MegatrainError):
+    """The load was given up on purpose; what it would have restored is missing."""
+
+
 def load_checkpoint(
     directory: str | Path, *, structure: Structure, store: HostStore, buffers: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Restore masters, moments and buffers bit for bit.
+    """Restore masters, moments and buffers bit for bit, and return when they are there.
 
     Args:
         directory: A complete checkpoint of the same model.
@@ -56,21 +75,266 @@ def load_checkpoint(
         UserError: Not a complete checkpoint, another model's, or damaged; the message names the file and the tensor, and the
             newest other checkpoint beside it.
     """
-    directory = Path(directory)
-    manifest = read_manifest(directory)
-    try:
-        return _load(directory, manifest, structure, store, buffers)
-    except UserError as error:
-        other = latest_complete(directory.parent, except_for=directory)
-        if other is None or "damaged" not in error.what:
+    with OpenCheckpoint(directory, structure) as opened:
+        for unit in structure.units:
+            opened.restore(unit, store, buffers)
+        return opened.state
+
+
+class OpenCheckpoint:
+    """A complete checkpoint whose small files and headers have been verified. Its tensors are verified as they are read.
+
+    Use as a context manager, or call `close`.
+
+    Args:
+        directory: The checkpoint.
+        structure: The model; its module tree must not be in use by others while units are read.
+
+    Raises:
+        UserError: As `load_checkpoint`, for everything but the tensors' data.
+    """
+
+    def __init__(self, directory: str | Path, structure: Structure):
+        self.directory = Path(directory)
+        self._structure = structure
+        self._stack = ExitStack()
+        try:
+            self._open()
+        except UserError as error:
+            self.close()
+            raise self.with_alternative(error) from error
+        except BaseException:
+            self.close()
             raise
-        raise UserError(error.what, error.where, f"{error.remedy}; the newest other one is {other}") from error
+
+    def _open(self) -> None:
+        directory, structure = self.directory, self._structure
+        manifest = read_manifest(directory)
+        saved = read_state(directory, manifest)
+        # All small files are verified, also those that only transformers reads: a damaged tokenizer is a damaged checkpoint.
+        for name, record in manifest.files.items():
+            if not name.endswith(".safetensors"):
+                read_verified(directory / name, record)
+        self.step = manifest.step
+        self.state: dict[str, Any] = from_json(saved["state"])
+        self.source_dtype: str | None = saved.get("source_dtype")
+        self._crcs: dict[str, int] = {}
+        for unit in saved["units"].values():
+            self._crcs |= unit["weights_crc32"]
+        self._conversion = Conversion(structure)
+        _refuse_other_model(directory, self._crcs.keys(), structure, self._conversion)
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(READ_THREADS, "checkpoint-read"))
+        self._weights: dict[str, SafetensorsReader] = {}
+        self._states: dict[str, SafetensorsReader] = {}
+        for name, record in manifest.files.items():
+            if name.endswith(".safetensors"):
+                reader = self._stack.enter_context(SafetensorsReader(directory / name, record))
+                kind = self._states if name.startswith(STATE_FOLDER + "/") else self._weights
+                kind.update(dict.fromkeys(reader.names, reader))
+        _refuse_other_shapes(directory, structure, self._states)
+        self._plan = self._conversion.plan(self._weights)
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Weights and persistent buffers of a unit by module name, in the type they are saved in, verified.
+
+        Raises:
+            UserError: Damaged; names file and tensor.
+        """
+        try:
+            keys = self._plan.units.get(unit.name, [])
+            tensors = dict(zip(keys, self._pool.map(lambda key: self._weights[key].read(key), keys), strict=True))
+            found = resolve_ties(self._structure, self._conversion.to_model(tensors), str(self.directory))
+            for name, tensor in found.items():
+                if tensor_crc32(tensor) != self._crcs.get(name):
+                    what = f"{name} differs from what was trained: its conversion did not go back"
+                    raise damaged(self.directory, what)
+            for _, full in unit.full_names():
+                if full not in found:
+                    raise damaged(self.directory, f"{full} is in no weights file")
+            return found
+        except UserError as error:
+            raise self.with_alternative(error) from error
+
+    def masters(self, unit: Unit) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """(exact fp32 masters, persistent buffers) of a unit by module name, verified. Moments are not read."""
+        found, masters = self.weights(unit), {}
+        try:
+            for _, full in unit.full_names():
+                weight, lo_key = found.pop(full), state_key("lo", full)
+                if lo_key in self._states:
+                    weight = plane_math.join(weight.contiguous(), self._states[lo_key].read(lo_key))
+                masters[full] = weight.float()
+        except UserError as error:
+            raise self.with_alternative(error) from error
+        return masters, found
+
+    def restore(self, unit: Unit, store: HostStore, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Restore masters, moments and buffers of a unit.
+
+        Raises:
+            UserError: Damaged; names file and tensor. The unit's planes hold a mixture.
+        """
+        found = self.weights(unit)
+        try:
+            for name in found.keys() & buffers.keys():
+                buffers[name].copy_(found[name])
+            with store.restoring(unit.name) as planes:
+                jobs = [
+                    self._pool.submit(_restore, planes, local, full, found[full], self._states)
+                    for local, full in unit.full_names()
+                ]
+                for job in jobs:
+                    job.result()
+        except UserError as error:
+            raise self.with_alternative(error) from error
+
+    def with_alternative(self, error: UserError) -> UserError:
+        """The error of a damaged checkpoint, with the newest other one beside it as the way on."""
+        if "damaged" not in error.what or "newest other" in (error.remedy or ""):
+            return error
+        other = latest_complete(self.directory.parent, except_for=self.directory)
+        return (
+            error
+            if other is None
+            else UserError(error.what, error.where, f"{error.remedy}; the newest other one is {other}")
+        )
 
 
-def latest_complete(checkpoints: str | Path, *, except_for: Path | None = None) -> Path | None:
+class RunningLoad:
+    """A load in a thread of its own; see [Note: lazy reading].
+
+    Args:
+        opened: The checkpoint; closed at the end.
+        units: In the order to restore them.
+        store, buffers: What is restored; see `OpenCheckpoint.restore`.
+        after_unit: Called in the thread when a unit has been restored, before its future is done.
+    """
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        units: Sequence[Unit],
+        store: HostStore,
+        buffers: Mapping[str, torch.Tensor],
+        after_unit: Callable[[Unit], object] = lambda unit: None,
+    ):
+        self.directory = opened.directory
+        self.futures: dict[str, Future[None]] = {unit.name: Future() for unit in units}
+        """Unit name -> done when the unit is there. A unit that could not be restored raises, every time."""
+        self._cancelled = False
+        arguments = (opened, list(units), store, buffers, after_unit)
+        # A daemon for the same reason as a save's thread: `cancel` waits for it, the interpreter's end does not.
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint-load", daemon=True)
+        self._thread.start()
+
+    def wait(self, names: Iterable[str] | None = None) -> None:
+        """Block until some units, or all, are there. Raises what their restoring raised."""
+        for name in list(self.futures) if names is None else names:
+            self.futures[name].result()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def error(self) -> BaseException | None:
+        """Why the load has failed, None while it has not."""
+        return next((f.exception() for f in self.futures.values() if f.done() and f.exception()), None)
+
+    def cancel(self) -> None:
+        """Give the load up behind the unit in progress, and wait for that. Units that are missing stay missing."""
+        self._cancelled = True
+        self._thread.join()
+
+    def _run(
+        self,
+        opened: OpenCheckpoint,
+        units: list[Unit],
+        store: HostStore,
+        buffers: Mapping[str, torch.Tensor],
+        after_unit: Callable[[Unit], object],
+    ) -> None:
+        error: BaseException | None = None
+        with opened:
+            for unit in units:
+                if error is None:
+                    error = self._restore_one(opened, unit, store, buffers, after_unit)
+                if error is None:
+                    self.futures[unit.name].set_result(None)
+                else:
+                    self.futures[unit.name].set_exception(error)
+
+    def _restore_one(
+        self,
+        opened: OpenCheckpoint,
+        unit: Unit,
+        store: HostStore,
+        buffers: Mapping[str, torch.Tensor],
+        after_unit: Callable[[Unit], object],
+    ) -> BaseException | None:
+        if self._cancelled:
+            return LoadCancelled(f"{self.directory}: the load was given up before {unit.name}")
+        try:
+            opened.restore(unit, store, buffers)
+            after_unit(unit)
+        except BaseException as error:  # noqa: BLE001  whoever waits for the unit gets it, whatever it is
+            return error
+        return None
+
+
+def read_state(directory: Path, manifest: Manifest | None = None) -> dict[str, Any]:
+    """`state.json` of a complete checkpoint, verified.
+
+    Raises:
+        UserError: Not a complete checkpoint, one of weights only, or damaged.
+    """
+    manifest = manifest or read_manifest(directory)
+    if STATE_FILE not in manifest.files:
+        raise UserError("holds weights only, no training state", str(directory), "load it as a model folder")
+    return json.loads(read_verified(directory / STATE_FILE, manifest.files[STATE_FILE]))
+
+
+def saved_extra(directory: Path) -> dict[str, Any]:
+    """What the trainer keeps in a checkpoint, without reading anything else of it.
+
+    Raises:
+        UserError: As `read_state`; or the checkpoint was not written by the trainer.
+    """
+    extra = from_json(read_state(directory).get("state", {})).get("extra") or {}
+    if "step" not in extra:
+        raise UserError("was not written by `megatrain train`", str(directory), "load it with HostEngine.load")
+    return extra
+
+
+def verify_checkpoint(directory: str | Path) -> tuple[list[UserError], int, int]:
+    """Read every byte of a checkpoint and compare it with its checksum.
+
+    Returns:
+        (an error for every damaged file that names it and its first wrong tensor, number of files, their bytes).
+
+    Raises:
+        UserError: The folder is not a complete checkpoint, or its manifest is damaged: nothing can be compared.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory, sizes=False)
+    total = sum(record.size for record in manifest.files.values())
+    return list(damages(directory, manifest.files)), len(manifest.files), total
+
+
+def latest_complete(
+    checkpoints: str | Path, *, except_for: Path | None = None, before_step: int | None = None
+) -> Path | None:
     """The complete checkpoint of the highest step in a folder, or None. What is ignored is logged, with the reason.
 
-    Complete means a valid manifest and all files in their full size; contents are verified when they are read.
+    Only those of steps below `before_step`, if that is given. A folder of weights only is no checkpoint here. Complete means
+    a valid manifest and all files in their full size; contents are verified when they are read.
     """
     checkpoints = Path(checkpoints)
     found: list[tuple[int, float, Path]] = []
@@ -81,7 +345,11 @@ def latest_complete(checkpoints: str | Path, *, except_for: Path | None = None) 
             logger.warning("ignoring %s: it was never finished", folder)
             continue
         try:
-            found.append((read_manifest(folder).step, (folder / MANIFEST_FILE).stat().st_mtime, folder))
+            manifest = read_manifest(folder)
+            if STATE_FILE not in manifest.files:
+                raise UserError("holds weights only")
+            if before_step is None or manifest.step < before_step:
+                found.append((manifest.step, (folder / MANIFEST_FILE).stat().st_mtime, folder))
         except UserError as error:
             logger.warning("ignoring %s: %s", folder, error.what)
     return max(found)[2] if found else None
@@ -96,67 +364,10 @@ def is_complete(directory: str | Path) -> bool:
     return True
 
 
-def _load(
-    directory: Path,
-    manifest: Manifest,
-    structure: Structure,
-    store: HostStore,
-    buffers: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
-    if STATE_FILE not in manifest.files:
-        raise UserError("holds weights only, no training state", str(directory), "load it as a model folder")
-    # All small files are verified, also those that only transformers reads: a damaged tokenizer is a damaged checkpoint.
-    small = {
-        name: read_verified(directory / name, record)
-        for name, record in manifest.files.items()
-        if not name.endswith(".safetensors")
-    }
-    saved = json.loads(small[STATE_FILE])
-    crcs: dict[str, int] = {}
-    for unit in saved["units"].values():
-        crcs |= unit["weights_crc32"]
-    conversion = Conversion(structure)
-    _refuse_other_model(directory, crcs.keys(), structure, conversion)
-    with ExitStack() as stack, ThreadPoolExecutor(READ_THREADS, "checkpoint-read") as pool:
-        weights: dict[str, SafetensorsReader] = {}
-        states: dict[str, SafetensorsReader] = {}
-        for name, record in manifest.files.items():
-            if name.endswith(".safetensors"):
-                reader = stack.enter_context(SafetensorsReader(directory / name, record))
-                (states if name.startswith(STATE_FOLDER + "/") else weights).update(dict.fromkeys(reader.names, reader))
-        _refuse_other_shapes(directory, structure, states)
-        plan = conversion.plan(weights)
-        for unit in structure.units:
-            keys = plan.units.get(unit.name, [])
-            tensors = dict(zip(keys, pool.map(lambda key: weights[key].read(key), keys), strict=True))
-            found = resolve_ties(structure, conversion.to_model(tensors), str(directory))
-            for name, tensor in found.items():
-                if tensor_crc32(tensor) != crcs.get(name):
-                    raise damaged(directory, f"{name} differs from what was trained: its conversion did not go back")
-            for name in found.keys() & buffers.keys():
-                buffers[name].copy_(found[name])
-            with store.restoring(unit.name) as planes:
-                jobs = [
-                    pool.submit(_restore, planes, local, full, found, states, directory)
-                    for local, full in unit.full_names()
-                ]
-                for job in jobs:
-                    job.result()
-    return from_json(saved["state"])
-
-
 def _restore(
-    planes: UnitPlanes,
-    local: str,
-    full: str,
-    found: Mapping[str, torch.Tensor],
-    states: Mapping[str, SafetensorsReader],
-    directory: Path,
+    planes: UnitPlanes, local: str, full: str, weight: torch.Tensor, states: Mapping[str, SafetensorsReader]
 ) -> None:
     """Restore master and moments of one tensor. Moments and lo are read straight into the planes."""
-    if full not in found:
-        raise damaged(directory, f"{full} is in no weights file")
-    weight = found[full]
     lo_key = state_key("lo", full)
     if lo_key not in states:
         planes.write_master(local, weight)  # saved as fp32: it is the master

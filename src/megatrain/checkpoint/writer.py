@@ -2,13 +2,17 @@
 
 The tensors go to disk straight from the planes. Extra memory is one unit: what its family's conversion copies (fused experts are
 saved one by one), or hi and lo where the store keeps whole fp32 masters.
+
+A save has two halves. `plan_save` runs where the model may be looked at (between two steps): it decides everything and refuses
+what cannot work. `write_planned` only moves bytes, from whatever gives it the units' planes, and may run in a thread of its own
+(background.py): it never looks at the live model, whose modules a running step binds and unbinds.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain import __version__
-from megatrain.checkpoint.files import FolderWriter, tensor_crc32
+from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter, tensor_crc32
 from megatrain.checkpoint.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -58,6 +62,45 @@ class UnitFiles:
     weights_bytes: int
 
 
+@dataclass(frozen=True)
+class SavePlan:
+    """A save as decided before anything is written.
+
+    Attributes:
+        directory: The folder to make.
+        units: What is written, in forward order; unit k goes to the k-th weights file.
+        model: For the family's conversion; a copy on meta where the live model may be in use meanwhile.
+        keep_fp32: Full names of weights that are saved as fp32.
+        buffers: Unit name -> its persistent buffers, copies on the CPU.
+        config: config.json.
+        generation: generation_config.json, None where the source folder brings its own or there is none.
+        side_files: (name, file) of everything else that is copied.
+        tokenizer: Saved instead of the source folder's.
+        state: The engine's state as JSON; None for a folder of weights only.
+        step: For the manifest.
+        source_dtype: Type of the source's weights, for `export`.
+        total_bytes: Estimate of what will be written; never too small.
+    """
+
+    directory: Path
+    units: tuple[Unit, ...]
+    model: PreTrainedModel
+    keep_fp32: frozenset[str]
+    buffers: Mapping[str, dict[str, torch.Tensor]]
+    config: dict[str, Any]
+    generation: bytes | None
+    side_files: list[tuple[str, Path]]
+    tokenizer: PreTrainedTokenizerBase | None
+    state: Any
+    step: int
+    source_dtype: str | None
+    total_bytes: int
+
+    @property
+    def weights_only(self) -> bool:
+        return self.state is None
+
+
 def save_checkpoint(
     directory: str | Path,
     *,
@@ -68,47 +111,138 @@ def save_checkpoint(
     source_folder: Path | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
+    weights_only: bool = False,
 ) -> None:
-    """Write a checkpoint and return when it is on the disk.
+    """Write a checkpoint and return when it is on the disk. The store's planes must be at rest meanwhile.
+
+    Args and errors: see `plan_save` and `write_planned`.
+    """
+    plan = plan_save(
+        directory,
+        structure=structure,
+        store=store,
+        buffers=buffers,
+        state=state,
+        source_folder=source_folder,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+        weights_only=weights_only,
+    )
+    write_planned(plan, ((unit, store.on_host(unit.name)) for unit in plan.units))
+
+
+def plan_save(
+    directory: str | Path,
+    *,
+    structure: Structure,
+    store: HostStore,
+    buffers: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    source_folder: Path | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    trust_remote_code: bool = False,
+    weights_only: bool = False,
+    model: PreTrainedModel | None = None,
+) -> SavePlan:
+    """Decide what a save writes, and refuse what cannot work. Nothing is written.
 
     Args:
         directory: The folder to make; its parents are made as well. It must not exist.
         structure: The model.
-        store: Planes that nobody changes meanwhile.
+        store: The planes, for their sizes.
         buffers: The model's buffers by full name; those that belong to the weights are saved.
         state: The engine's state: `step`, and whatever `format.to_json` can write.
         source_folder: Where the model came from; its tokenizer, template and other files go along. None for a model in memory.
         tokenizer: Saved instead of the source folder's.
         trust_remote_code: Whether the source folder's Python files go along.
+        weights_only: Leave out lo, moments and state: 2 bytes a parameter, nothing to resume from.
+        model: Used for the family's conversion instead of the structure's own.
 
     Raises:
-        UserError: The folder exists, the disk has no room, or the system refuses a write. Nothing is left behind then.
+        UserError: The folder exists, the disk has no room, or the source folder cannot be read.
     """
     directory = Path(directory)
+    refuse_if_taken(directory)
+    own = structure.model
+    assert isinstance(own, PreTrainedModel), type(own)
     side_files = list(_side_files(source_folder, trust_remote_code)) if source_folder else []
-    config = _config_json(structure, source_folder)  # read before anything is written: it may be damaged
-    engine_state = to_json(dict(state))
-    refuse_if_no_room(directory, checkpoint_bytes(store) + sum(file.stat().st_size for _, file in side_files))
-    with FolderWriter(directory) as folder:
-        folder.write_json("config.json", config)
-        _write_side_files(folder, side_files, structure, tokenizer)
-        units = _write_units(folder, structure, store, buffers)
-        versions = {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        folder.write_json(
-            STATE_FILE,
-            {
-                "version": FORMAT_VERSION,
-                "versions": versions,
-                "units": {name: {"weights_crc32": files.weights_crc32} for name, files in units.items()},
-                "state": engine_state,
-            },
-        )
-        folder.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": int(state.get("step", 0))})
+    config, source_dtype = _config_json(structure, source_folder)  # read before anything is written: it may be damaged
+    keep_fp32 = frozenset(fp32_parameter_names(own, WEIGHTS_DTYPE))
+    owner = unit_of_names(structure)
+    unit_buffers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, buffer in buffers.items():
+        if name in owner:
+            unit_buffers.setdefault(owner[name], {})[name] = buffer.detach().to("cpu", copy=True)
+    generation = getattr(own, "generation_config", None)
+    has_own = "generation_config.json" in dict(side_files)
+    element_bytes = 4 if weights_only and keep_fp32 else 2 if weights_only else 12
+    total_bytes = checkpoint_bytes(store, element_bytes) + sum(file.stat().st_size for _, file in side_files)
+    refuse_if_no_room(directory, total_bytes)
+    return SavePlan(
+        directory=directory,
+        units=tuple(unit for unit in structure.units if unit.layout.entries or unit.name in owner.values()),
+        model=model or own,
+        keep_fp32=keep_fp32,
+        buffers=unit_buffers,
+        config=config,
+        generation=None if has_own or generation is None else generation.to_json_string(use_diff=True).encode(),
+        side_files=side_files,
+        tokenizer=tokenizer,
+        state=None if weights_only else to_json(dict(state)),
+        step=int(state.get("step", 0)),
+        source_dtype=source_dtype,
+        total_bytes=total_bytes,
+    )
 
 
-def checkpoint_bytes(store: HostStore) -> int:
+def write_planned(
+    plan: SavePlan, units: Iterable[tuple[Unit, UnitPlanes]], on_bytes: Callable[[int], None] = lambda count: None
+) -> float:
+    """Write what `plan` says, and return when all of it was fsynced and read back.
+
+    Args:
+        plan: Of `plan_save`.
+        units: The plan's units in any order, each with planes that nobody changes until the next one is asked for.
+        on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the save.
+
+    Returns:
+        Seconds of reading back, the end of the save.
+
+    Raises:
+        UserError: The folder exists, or the system refuses a write. Nothing is left behind then.
+    """
+    with FolderWriter(plan.directory, on_bytes) as folder:
+        folder.write_json("config.json", plan.config)
+        _write_side_files(folder, plan)
+        units_written = _write_units(folder, plan, units)
+        if not plan.weights_only:
+            versions = {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+            folder.write_json(
+                STATE_FILE,
+                {
+                    "version": FORMAT_VERSION,
+                    "versions": versions,
+                    "source_dtype": plan.source_dtype,
+                    "units": {name: {"weights_crc32": files.weights_crc32} for name, files in units_written.items()},
+                    "state": plan.state,
+                },
+            )
+        folder.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": plan.step})
+    return folder.read_back_s
+
+
+def checkpoint_bytes(store: HostStore, element_bytes: int = 12) -> int:
     """Upper bound of a checkpoint's size: bf16 weights, lo, m and v of every element, and slack for the small files."""
-    return 12 * sum(planes.layout.numel for planes in store.units.values()) + SLACK_BYTES
+    return element_bytes * sum(planes.layout.numel for planes in store.units.values()) + SLACK_BYTES
+
+
+def refuse_if_taken(directory: Path) -> None:
+    """Raise UserError if `directory` holds something. What a dead writer left there unfinished does not count."""
+    unfinished = (directory / MARKER_FILE).is_file() and not (directory / MANIFEST_FILE).exists()
+    if directory.exists() and not unfinished and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(
+            "exists already; nothing is overwritten", str(directory), "choose another folder, or move it away"
+        )
 
 
 def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
@@ -132,10 +266,11 @@ def write_unit(
     planes: UnitPlanes,
     model: PreTrainedModel,
     unit_buffers: Mapping[str, torch.Tensor],
-    keep_fp32: set[str],
+    keep_fp32: Set[str],
     weights_file: str,
+    weights_only: bool = False,
 ) -> UnitFiles:
-    """Write one unit: its weights under checkpoint names, and its lo, m and v.
+    """Write one unit: its weights under checkpoint names, and its lo, m and v unless `weights_only`.
 
     Args:
         folder: Where to.
@@ -158,30 +293,40 @@ def write_unit(
     crcs = {name: tensor_crc32(tensor) for name, tensor in weights.items()}
     saved = to_checkpoint(model, weights)
     folder.write_tensors(weights_file, saved)
-    folder.write_tensors(f"{STATE_FOLDER}/{unit.name}.safetensors", rest)
+    if not weights_only:
+        folder.write_tensors(f"{STATE_FOLDER}/{unit.name}.safetensors", rest)
     return UnitFiles(crcs, list(saved), sum(t.numel() * t.element_size() for t in saved.values()))
 
 
 def _write_units(
-    folder: FolderWriter, structure: Structure, store: HostStore, buffers: Mapping[str, torch.Tensor]
+    folder: FolderWriter, plan: SavePlan, units: Iterable[tuple[Unit, UnitPlanes]]
 ) -> dict[str, UnitFiles]:
-    model = structure.model
-    assert isinstance(model, PreTrainedModel), type(model)
-    keep_fp32 = fp32_parameter_names(model, WEIGHTS_DTYPE)
-    owner = unit_of_names(structure)
-    written = [unit for unit in structure.units if unit.layout.entries or unit.name in owner.values()]
-    units: dict[str, UnitFiles] = {}
+    """Returns the units in the plan's order, whatever the order they came in."""
+    names = {unit.name: weights_file_name(number, len(plan.units)) for number, unit in enumerate(plan.units, start=1)}
+    written: dict[str, UnitFiles] = {}
     weight_map: dict[str, str] = {}
-    for index, unit in enumerate(written, start=1):
-        name = f"model-{index:05d}-of-{len(written):05d}.safetensors"
-        own = {n: b.detach().cpu() for n, b in buffers.items() if owner.get(n) == unit.name}
-        files = units[unit.name] = write_unit(folder, unit, store.on_host(unit.name), model, own, keep_fp32, name)
+    for unit, planes in units:
+        own = plan.buffers.get(unit.name, {})
+        files = written[unit.name] = write_unit(
+            folder, unit, planes, plan.model, own, plan.keep_fp32, names[unit.name], plan.weights_only
+        )
         twice = weight_map.keys() & set(files.keys)
         assert not twice, f"two units save {sorted(twice)[:3]}"
-        weight_map |= dict.fromkeys(files.keys, name)
-    total = sum(files.weights_bytes for files in units.values())
-    folder.write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    return units
+        weight_map |= dict.fromkeys(files.keys, names[unit.name])
+    assert written.keys() == names.keys(), names.keys() ^ written.keys()
+    write_index(folder, weight_map, sum(files.weights_bytes for files in written.values()))
+    return {name: written[name] for name in names}
+
+
+def weights_file_name(number: int, count: int) -> str:
+    """As transformers names shards; 1 is the first."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: FolderWriter, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """The index of all weights files, as transformers writes it."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    folder.write_json(INDEX_FILE, index)
 
 
 def _side_files(source: Path, trust_remote_code: bool) -> Iterator[tuple[str, Path]]:
@@ -201,26 +346,20 @@ def _side_files(source: Path, trust_remote_code: bool) -> Iterator[tuple[str, Pa
             yield name, file
 
 
-def _write_side_files(
-    folder: FolderWriter,
-    side_files: list[tuple[str, Path]],
-    structure: Structure,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    files = dict(side_files)
+def _write_side_files(folder: FolderWriter, plan: SavePlan) -> None:
+    files = dict(plan.side_files)
     with folder.scratch() as scratch:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+        if plan.tokenizer is not None:
+            plan.tokenizer.save_pretrained(scratch)
             files |= dict(_side_files(scratch, trust_remote_code=False))
         for name, file in files.items():
             folder.copy_file(name, file)
-    generation = getattr(structure.model, "generation_config", None)
-    if "generation_config.json" not in files and generation is not None:
-        folder.write_bytes("generation_config.json", generation.to_json_string(use_diff=True).encode())
+    if plan.generation is not None and "generation_config.json" not in files:
+        folder.write_bytes("generation_config.json", plan.generation)
 
 
-def _config_json(structure: Structure, source: Path | None) -> dict[str, Any]:
-    """The config to save: the source's own, with the type the weights are saved in."""
+def _config_json(structure: Structure, source: Path | None) -> tuple[dict[str, Any], str | None]:
+    """The config to save, which is the source's own with the type the weights are saved in; and the source's type."""
     model = structure.model
     assert isinstance(model, PreTrainedModel), type(model)
     config: dict[str, Any] = {}
@@ -231,10 +370,11 @@ def _config_json(structure: Structure, source: Path | None) -> dict[str, Any]:
         config = json.loads(model.config.to_json_string(use_diff=True))
         config.pop("use_cache", None)  # off for training only
     config.setdefault("architectures", [type(model).__name__])
-    return _with_dtype(config, str(WEIGHTS_DTYPE).removeprefix("torch."))
+    source_dtype = config.get("dtype", config.get("torch_dtype"))
+    return with_dtype(config, str(WEIGHTS_DTYPE).removeprefix("torch.")), source_dtype
 
 
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Every dtype in the config, nested ones too, under the key that it has there; at the top in any case."""
 
     def visit(part: Any) -> Any:

@@ -231,7 +231,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 def _is_config_key(key: str) -> bool:
     """`--checkpoint PATH` is an argument of a command, so a bare name is a key only where it has a value of its own."""
-    return "." in key or (key in RunConfig.model_fields and _model_in(RunConfig.model_fields[key].annotation) is None)
+    return "." in key or (key in RunConfig.model_fields and model_in(RunConfig.model_fields[key].annotation) is None)
 
 
 def _apply(override: Override, document: _Document) -> None:
@@ -280,7 +280,7 @@ def _field_at(loc: Loc) -> FieldInfo | None:
         if model is None or key not in model.model_fields:
             return None
         found = model.model_fields[key]
-        model = _model_in(found.annotation)
+        model = model_in(found.annotation)
     return found
 
 
@@ -302,11 +302,12 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, or a list of which it holds; None for a plain value."""
     for kind in _alternatives(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
-        if get_origin(kind) is tuple and (inner := _model_in(get_args(kind)[0])):
+        if get_origin(kind) is tuple and (inner := model_in(get_args(kind)[0])):
             return inner
     return None
 
@@ -363,7 +364,7 @@ def _what_belongs(loc: Loc) -> str:
     assert info is not None, f"a missing key {loc} that the schema does not know"
     if info.description:
         return info.description
-    section = _model_in(info.annotation)
+    section = model_in(info.annotation)
     assert section is not None, f"{loc} has neither description nor keys"
     needed = [name for name, item in section.model_fields.items() if item.is_required()]
     return f"a section with {', '.join(needed)}"
@@ -375,7 +376,7 @@ def suggest_key(dotted: str) -> str | None:
     >>> suggest_key("optim.warmup_ratio")
     'schedule.warmup_ratio'
     """
-    *section, wrong = dotted.replace("-", "_").split(".")
+    *section, wrong = dotted.replace("-", "_").lower().split(".")
     known = [".".join(str(key) for key in loc if key != "N") for loc, _ in fields()]
     leaves: dict[str, str] = {}
     for path in known:
@@ -403,7 +404,7 @@ def fields(model: type[BaseModel] = RunConfig, loc: Loc = ()) -> Iterator[tuple[
     for name, info in model.model_fields.items():
         place = (*loc, name)
         yield place, info
-        if inner := _model_in(info.annotation):
+        if inner := model_in(info.annotation):
             many = any(get_origin(kind) is tuple for kind in _alternatives(info.annotation))
             yield from fields(inner, (*place, "N") if many else place)
 
@@ -413,23 +414,25 @@ def describe_keys() -> str:
     lines: list[str] = []
     for loc, info in fields():
         if len(loc) == 1 and info.description is None:
-            section = _model_in(info.annotation)
+            section = model_in(info.annotation)
             assert section is not None, f"{loc} has neither description nor keys"
             lines += ["", f"{loc[0]}: {(section.__doc__ or '').strip()}"]
             continue
-        default = "" if info.is_required() else f" (default: {_default_text(info)})"
-        lines.append(f"  --{'.'.join(map(str, loc))} {_type_text(info)}{default}\n        {info.description}")
+        default = "" if info.is_required() else f" (default: {default_text(info)})"
+        lines.append(f"  --{'.'.join(map(str, loc))} {type_text(info)}{default}\n        {info.description}")
     return "\n".join(lines)
 
 
-def _default_text(info: FieldInfo) -> str:
+def default_text(info: FieldInfo) -> str:
+    """A field's default as YAML writes it."""
     value = info.default
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def _type_text(info: FieldInfo) -> str:
+def type_text(info: FieldInfo) -> str:
+    """What a field takes, in a word: its choices, N, X, TEXT, or YAML for what has parts."""
     words: list[str] = []
     for kind in _alternatives(info.annotation):
         if get_origin(kind) is Literal:

@@ -318,7 +318,25 @@ class CheckpointConfig(Section):
         default=500, description="save after every N steps; null: not during the run"
     )
     keep: PositiveInt | None = Field(default=2, description="how many of the run's newest checkpoints stay; null: all")
+    keep_every: PositiveInt | None = Field(
+        default=None, description="checkpoints of every N-th step stay as well, whatever keep says"
+    )
     at_end: StrictBool = Field(default=True, description="save after the last step")
+    background: StrictBool = Field(
+        default=True, description="write while training goes on; the checkpoint is of one consistent step all the same"
+    )
+    buffer_gib: GiB = Field(
+        default="auto",
+        description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
+        "less on a slow disk; auto: two layers",
+    )
+    on_error: Literal["warn", "stop"] = Field(
+        default="stop",
+        description="a save that fails: warn: training goes on and the next one is tried; stop: the run ends",
+    )
+    weights_every_steps: PositiveInt | None = Field(
+        default=None, description="write bf16 weights alone to RUN/weights every N steps; all stay; null: never"
+    )
 
 
 class RunSection(Section):
@@ -330,7 +348,22 @@ class RunSection(Section):
     threads: PositiveInt | None = Field(
         default=None, description="threads of the optimizer; null: the cores of this process"
     )
-    max_bad_steps: PositiveInt = Field(default=10, description="stop after N steps in a row that were not finite")
+    max_bad_steps: PositiveInt = Field(
+        default=10, description="N steps in a row that were not finite are a divergence"
+    )
+    loss_spike: Annotated[Float, Field(gt=1)] | None = Field(
+        default=None,
+        description="a loss above this multiple of the median of the last 20 is a divergence too; null: never",
+    )
+    on_divergence: Literal["stop", "rollback"] = Field(
+        default="stop",
+        description="stop: the run ends (exit code 4); rollback: it goes on from the newest checkpoint before the divergence, "
+        "with the data behind it",
+    )
+    max_rollbacks: PositiveInt = Field(default=3, description="most rollbacks of a run; then it ends as with stop")
+    allow_changes: StrictBool = Field(
+        default=False, description="go on although data, tokens per step or past learning rates differ from the checkpoint's"
+    )
 
 
 class RunConfig(Section):

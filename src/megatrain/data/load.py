@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,39 @@ from megatrain.data.store import TokenStore
 from megatrain.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source with its tokens.
+
+    Attributes:
+        store: All samples of the source.
+        chosen: (C,) int64: those that are used here.
+    """
+
+    source: SourceLike
+    store: TokenStore
+    chosen: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(C,) int64: tokens of each sample that is used, before anything is cut."""
+        return self.store.lengths[self.chosen]
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """All data of a run as tokens, not yet in rows.
+
+    Attributes:
+        train, val: The sources; `val` is empty without `data.val`.
+        pad_id: Id of padding tokens.
+    """
+
+    train: tuple[Part, ...]
+    val: tuple[Part, ...]
+    pad_id: int
 
 
 def load_data(
@@ -46,13 +80,30 @@ def load_data(
     Raises:
         UserError: For everything that is wrong with the data, with file and line.
     """
+    log = log or logger.info
+    opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
+    return pack_data(data, opened, seed, log)
+
+
+def open_data(
+    data: DataLike,
+    tokenizer: Any,
+    *,
+    vocab_size: int | None = None,
+    model_max_length: int | None = None,
+    log: Log,
+) -> OpenedData:
+    """The first half of `load_data`: everything but the rows. Nothing here depends on `data.max_tokens`.
+
+    Raises:
+        UserError: As `load_data`.
+    """
     if model_max_length is not None and data.max_tokens > model_max_length:
         raise UserError(
             f"rows of {data.max_tokens} tokens are longer than the {model_max_length} positions of the model",
             where="data.max_tokens",
             remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
         )
-    log = log or logger.info
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "megatrain" / "tokens"
     encoder = Encoder(tokenizer)
     renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
@@ -61,13 +112,13 @@ def load_data(
     train = _open(builder, data.train, "data.train", vocab_size)
     fraction = data.val.fraction if data.val is not None else None
     if data.val is None:
-        train_parts, val_parts = [(source, store, _all(store)) for source, store in train], []
-    elif fraction is not None:
+        return OpenedData(tuple(Part(source, store, _all(store)) for source, store in train), (), encoder.pad)
+    if fraction is not None:
         held_out = [packing.in_fraction(store.hashes, fraction) for _, store in train]
-        val_parts = [(s, store, np.flatnonzero(out)) for (s, store), out in zip(train, held_out, strict=True)]
-        train_parts = [(s, store, np.flatnonzero(~out)) for (s, store), out in zip(train, held_out, strict=True)]
+        val_parts = [Part(s, store, np.flatnonzero(out)) for (s, store), out in zip(train, held_out, strict=True)]
+        train_parts = [Part(s, store, np.flatnonzero(~out)) for (s, store), out in zip(train, held_out, strict=True)]
         for name, parts in (("validation", val_parts), ("training", train_parts)):
-            if not sum(len(chosen) for _, _, chosen in parts):
+            if not sum(len(part.chosen) for part in parts):
                 samples = sum(len(store) for _, store in train)
                 raise UserError(
                     f"a fraction of {fraction} of {samples} samples leaves none for {name}",
@@ -77,16 +128,20 @@ def load_data(
                 )
     else:
         val = _open(builder, data.val.sources or (), "data.val.sources", vocab_size)
-        train_parts = [(source, store, _all(store)) for source, store in train]
-        val_parts = [(source, store, _all(store)) for source, store in val]
+        train_parts = [Part(source, store, _all(store)) for source, store in train]
+        val_parts = [Part(source, store, _all(store)) for source, store in val]
         _warn_of_shared(train, val, log)
-
-    train_rows = _rows(data, encoder.pad, train_parts, "train", seed, log)
-    return train_rows, _rows(data, encoder.pad, val_parts, "val", seed, log) if val_parts else None
+    return OpenedData(tuple(train_parts), tuple(val_parts), encoder.pad)
 
 
-_Part = tuple[SourceLike, TokenStore, np.ndarray]
-"""A source, its store, and the samples of it that are used."""
+def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[PackedRows, PackedRows | None]:
+    """The second half of `load_data`: rows of `data.max_tokens`.
+
+    Raises:
+        UserError: Samples are longer than a row, or none is left.
+    """
+    train = _rows(data, opened.pad_id, opened.train, "train", seed, log)
+    return train, _rows(data, opened.pad_id, opened.val, "val", seed, log) if opened.val else None
 
 
 def _open(
@@ -114,13 +169,14 @@ def _warn_of_shared(
             log(f"warning: {shared:,} of {len(store):,} samples of {source.path} are in the training data as well")
 
 
-def _rows(data: DataLike, pad_id: int, parts: list[_Part], name: str, seed: int, log: Log) -> PackedRows:
+def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: int, log: Log) -> PackedRows:
     if data.overflow == "error":
         _refuse_overflow(parts, data.max_tokens)
     groups = []
-    for source, store, chosen in parts:
-        segments = _segments(data, source, store, chosen, seed, log)
-        groups.append(RowGroup(source.path, source.weight, store, segments, data.max_tokens, padded=data.packing))
+    for part in parts:
+        segments = _segments(data, part, seed, log)
+        source = part.source
+        groups.append(RowGroup(source.path, source.weight, part.store, segments, data.max_tokens, padded=data.packing))
     rows = PackedRows(tuple(groups), data.max_tokens, data.packing, pad_id)
     if len(rows) == 0:
         raise UserError(
@@ -137,10 +193,8 @@ def _rows(data: DataLike, pad_id: int, parts: list[_Part], name: str, seed: int,
     return rows
 
 
-def _segments(
-    data: DataLike, source: SourceLike, store: TokenStore, chosen: np.ndarray, seed: int, log: Log
-) -> packing.Segments:
-    lengths = store.lengths[chosen]
+def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segments:
+    store, chosen, lengths = part.store, part.chosen, part.lengths
     if store.kind == "stream":
         cut = packing.cut_stream if data.packing else packing.one_per_row_stream
         return cut(chosen, lengths, data.max_tokens)
@@ -153,20 +207,20 @@ def _segments(
     pieces = packing.cut_samples(chosen, lengths, data.max_tokens, data.overflow, targets_in)
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
-        log(f"{source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}")
+        log(f"{part.source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}")
     return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
 
 
-def _refuse_overflow(parts: list[_Part], max_tokens: int) -> None:
+def _refuse_overflow(parts: Sequence[Part], max_tokens: int) -> None:
     """Raise if samples do not fit a row: all sources in one error."""
     lines, longest = [], (0, "")
-    for source, store, chosen in parts:
-        lengths = store.lengths[chosen]
-        if store.kind == "stream" or not (long := int((lengths > max_tokens).sum())):
+    for part in parts:
+        lengths = part.lengths
+        if part.store.kind == "stream" or not (long := int((lengths > max_tokens).sum())):
             continue
         at = int(np.argmax(lengths))
-        longest = max(longest, (int(lengths[at]), store.place(int(chosen[at]))))
-        lines.append(f"{source.path}: {long:,} of {len(lengths):,} samples are longer than {max_tokens} tokens")
+        longest = max(longest, (int(lengths[at]), part.store.place(int(part.chosen[at]))))
+        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} samples are longer than {max_tokens} tokens")
     if lines:
         raise UserError(
             "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",

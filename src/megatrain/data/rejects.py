@@ -78,7 +78,9 @@ class Rejects:
             f"{self.total} of {self.seen} samples cannot be used ({self.share:.1%}; {allowed:.1%} may be):\n    "
             + "\n    ".join(self.report()),
             where=where,
-            remedy=f"repair them, or set data.allow_rejects to {enough:g} to train without them",
+            remedy="check that this is the right file, and its format"
+            if self.total == self.seen
+            else f"repair them, or set data.allow_rejects to {enough:g} to train without them",
         )
 
     def check_early(self, allowed: float, where: str) -> None:

@@ -204,7 +204,9 @@ def _errors_of(file: Path) -> Iterator[None]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"cannot be decompressed: {error}", str(file), "the file is cut short or damaged") from error
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", str(file)) from error
+        raise UserError(
+            f"cannot be read: {error.strerror or error}", str(file), "check its permissions, and the disk that it is on"
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(
             f"is not UTF-8 text: {error.reason} (byte 0x{error.object[error.start]:02x})",

@@ -57,11 +57,11 @@ class Staging:
         return staging
 
     def begin(self, numel: int) -> torch.Tensor:
-        """The first `numel` elements, zeroed, for kernels on compute to write gradients into."""
+        """The first `numel` elements, for kernels on compute to write gradients into: every one of them."""
         assert self.state is BufferState.FREE, self.state
         self._streams.compute_waits(self._free)
         self.state = BufferState.FILLING
-        return self.flat[:numel].zero_()
+        return self.flat[:numel]
 
     def send(self, destination: torch.Tensor, arrived: Event, poison: bool = False) -> None:
         """Queue the copy out to `destination` (n,) host memory. Asynchronous; the host may read behind `arrived`."""

@@ -13,16 +13,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from megatrain.checkpoint.reader import load_checkpoint
-from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.checkpoint.background import RunningSave
+from megatrain.checkpoint.desk import CheckpointDesk
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.device.copier import Copier, DirectCopier, StagedCopier
+from megatrain.device.offload import InputStore
 from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
@@ -30,14 +31,20 @@ from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import batches, randomness
 from megatrain.executor.gate import verify_family
 from megatrain.executor.gradients import GradientFlow, Route
+from megatrain.executor.ladder import Denser
 from megatrain.executor.optimizer import HostOptimizer
 from megatrain.executor.step import Batch, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate, WeightStream
 from megatrain.host.arena import PinRefused
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
-from megatrain.models.build import build_from_memory, build_meta_model, find_model_folder, fp32_parameter_names
-from megatrain.models.build import load_model_config
+from megatrain.models.build import (
+    build_from_memory,
+    build_meta_model,
+    find_model_folder,
+    fp32_parameter_names,
+    load_model_config,
+)
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import Shell
@@ -49,11 +56,12 @@ from megatrain.optim.updater import CpuUpdater
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_CHUNK_TOKENS = 16384
-LOGITS_BYTES = 4 << 30
-"""Budget for the logits of one token chunk: bf16 and fp32 logits and their gradients, about 12 bytes per entry."""
+LOGITS_BYTES = 3 << 30
+"""Budget for the logits of one token chunk with their gradients."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,9 @@ class HostEngine:
             falls back to the second with a warning.
         resident: Units whose planes live on the device and are updated there: names (`embedding`, `layer.0`, `head`), or `all`.
         kept: Layers (by index) whose activations are kept for the backward instead of computed again, or `all`.
-        budget: Share of a kept layer's activations that a compiled layer may keep (0..1); the compiler recomputes the rest.
+        selective: Layers whose activations are kept in part: a compiled layer keeps the share `budget` (0..1), and the compiler
+            decides what is cheap to compute again. With 0.5 all matrix products and the attention are kept.
+        offloaded: Recomputed layers whose input waits in pinned host memory, or `all`.
         compile: `auto` compiles the layers on a GPU (a family that cannot be compiled runs eager, with a warning), `off` never,
             `on` everywhere.
         weight_slots: Device buffers that layers stream through (>= 2). As many as layers: they stay for the whole step.
@@ -115,9 +125,10 @@ class HostEngine:
         chunk_rows: Rows that a layer computes together; by default as many as hold 16,384 tokens.
         windows: Accumulation windows of a step.
         head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
-        threads: AdamW threads; by default the cores this process may use.
+        threads: AdamW threads; by default the cores this process may use, less one.
         host_gib: Host memory that may be used, by default what the system says is available.
-        init: `random` initialises from the config alone, by HF's own rules, seeded.
+        device_gib: Device memory that this process may use, enforced; by default all of it.
+        init: `random` initialises from the config alone, by HF's own rules, seeded. `empty` reads no weights: `load` must follow.
         seed: Of initialisation, dropout and router jitter.
         trust_remote_code: Whether code in the model folder may run.
         attn_implementation: HF's name of an attention implementation; by default sdpa where the family has it.
@@ -140,7 +151,9 @@ class HostEngine:
         pin: Literal["auto", "all", "staged"] = "auto",
         resident: Collection[str] | Literal["all"] = (),
         kept: Collection[int] | Literal["all"] = (),
-        budget: float = 1.0,
+        selective: Collection[int] | Literal["all"] = (),
+        budget: float = 0.5,
+        offloaded: Collection[int] | Literal["all"] = (),
         compile: Literal["auto", "on", "off"] = "auto",
         weight_slots: int = 2,
         gradient_slabs: int = 12,
@@ -151,7 +164,8 @@ class HostEngine:
         head_chunk_tokens: int | None = None,
         threads: int | None = None,
         host_gib: float | None = None,
-        init: Literal["random"] | None = None,
+        device_gib: float | None = None,
+        init: Literal["random", "empty"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
@@ -167,6 +181,8 @@ class HostEngine:
         self.updates = 0
         """Updates applied to the moments: AdamW's step."""
         self._closed = False
+        self._desk: CheckpointDesk | None = None
+        self._denser = Denser()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
         self._head_chunk_tokens = head_chunk_tokens
         self._compute = _compute_dtype(compute_dtype, self.device)
@@ -187,25 +203,32 @@ class HostEngine:
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
         names = [unit.name for unit in self.structure.units]
         resident_names = frozenset(names if resident == "all" else resident)
-        self._kept = frozenset(range(len(self.structure.layers)) if kept == "all" else kept)
+        layers = range(len(self.structure.layers))
+        self._kept, self._selective, self._offloaded = (
+            frozenset(layers if chosen == "all" else chosen) for chosen in (kept, selective, offloaded)
+        )
         self._check_placement(resident_names, gradient_plane)
         self._refuse_if_too_large(split, grad_dtype, host_gib, resident_names)
         layouts = [(unit.name, unit.layout) for unit in self.structure.units]
-        self.store = HostStore(
-            layouts, split=split, grad_dtype=grad_dtype, resident=resident_names, device=self.device
-        )
+        self.store = HostStore(layouts, split=split, grad_dtype=grad_dtype, resident=resident_names, device=self.device)
         self.buffers = dict(meta.named_buffers())
         if isinstance(model, nn.Module):
             copy_from_memory(model, self.structure, self.store)
         elif init == "random":
             initialize(self.structure, self.store, seed=seed, device=self.device)
+        elif init == "empty":
+            pass  # the engine refuses to compute before `load`
         else:
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.store, persistent_buffers(meta))
 
+        if device_gib is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), self.device)
         self._streams = Streams(self.device, disturb)
         pinned = self._pin(pin)
-        self._updater = CpuUpdater(threads or len(os.sched_getaffinity(0)))
+        # One core stays with the thread that drives the device.
+        self._updater = CpuUpdater(threads or max(1, len(os.sched_getaffinity(0)) - 1))
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
@@ -228,12 +251,29 @@ class HostEngine:
             poison,
         )
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
-        fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
-        compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
-        shell = Shell(
-            self.structure, device_buffers, lambda *call: self._runner.run_layer(*call), fp32_names, compiled, budget
+        self._desk = CheckpointDesk(
+            self.structure,
+            self.store,
+            self.buffers,
+            device_buffers,
+            self.source_folder,
+            trust_remote_code,
+            self.device,
+            empty=init == "empty",
         )
-        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients)
+        fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
+        compiled = self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
+        shell = Shell(
+            self.structure,
+            device_buffers,
+            lambda *call: self._runner.run_layer(*call),
+            fp32_names,
+            compiled,
+            budget,
+            packed_flex=compiled and self._streams.cuda,
+        )
+        self._inputs = InputStore(self._streams, self._offloaded)
+        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, compiled)
 
     # ---------------------------------------------------------------- training
 
@@ -251,6 +291,7 @@ class HostEngine:
         """
         started = time.perf_counter()
         batch, tokens = self._checked(batch)
+        self._forget_ended_save()
         if tokens == 0:
             self.step += 1
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
@@ -282,23 +323,56 @@ class HostEngine:
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        with self._abandoned_on_error(), fastest_attention(self._attention_order(batch)):
-            loss_sum = self._runner.loss(batch, self._shape(batch)).item()
+        loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item())
         return EvalResult(loss_sum, tokens)
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
         """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
-        self._reset_counters()
-        with self._abandoned_on_error(), randomness.seeded(self.device, self.seed, self.step):
-            with fastest_attention(self._attention_order(batch)):
-                loss_sum, squares = self._runner.gradients(batch, self._shape(batch), loss_scale)
+
+        def compute(shape: StepShape) -> list[float]:
+            self._reset_counters()
+            with randomness.seeded(self.device, self.seed, self.step):
+                loss_sum, squares = self._runner.gradients(batch, shape, loss_scale)
             values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
+            if self._route is not Route.DIRECT:
+                self._gradients.settle()
             if self._route is Route.ADDED:
-                self._gradients.settle()
                 values[1] = self._optimizer.squared_norm()
-            elif self._route is Route.EATEN:
-                self._gradients.settle()
-        return values[0] / tokens, math.sqrt(values[1]) / loss_scale if values[1] >= 0 else math.nan
+            return values
+
+        loss_sum, squares = self._until_it_fits(batch, compute)
+        return loss_sum / tokens, math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
+
+    def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T]) -> T:
+        """Run `compute`; on CUDA out of memory drop what it has built and try the next denser setting, for good."""
+        while True:
+            shape = self._shape(batch)
+            try:
+                with _Abandon(self), fastest_attention(self._attention_order(batch)):
+                    return compute(shape)
+            except torch.OutOfMemoryError as error:
+                if self._closed:
+                    raise
+                self._climb(shape, -(-len(batch["input_ids"]) // shape.windows), error)
+
+    def _climb(self, shape: StepShape, rows: int, error: torch.OutOfMemoryError) -> None:
+        """Go on with the next rung of the ladder, or refuse with the ledger where there is none."""
+        step = self._denser.next(shape, rows)
+        ledger = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in self.memory().items() if size)
+        asked = str(error).splitlines()[0]
+        if step is None:
+            raise PlanRefused(
+                f"out of device memory at the densest setting ({asked})\n    {ledger}\n"
+                "  -> use shorter rows, fewer resident units, or a device with more memory"
+            ) from error
+        self._denser, change = step
+        if self._denser.offload:
+            self._inputs.layers = frozenset(range(len(self.structure.layers)))
+        if self._streams.cuda:
+            torch.cuda.empty_cache()
+        logger.warning(
+            "out of device memory in a step (%s); %s; the step is computed again with %s", asked, ledger, change
+        )
 
     def _decide(self, loss: float, norm: float) -> str | None:
         """The finite guard: a reason to skip the update, or None. Skipping leaves every byte of the state as it was."""
@@ -343,19 +417,49 @@ class HostEngine:
         self._gradients.settle()
         for unit in self.structure.units:
             grad = self.store.units[unit.name].grad
-            assert grad is not None, "this engine keeps no gradients"
+            if grad is None:
+                raise UserError(
+                    f"the gradient of {unit.name} is gone: AdamW has used it",
+                    "named_gradients",
+                    "call backward() instead of train_step() to look at gradients of units on the device",
+                )
             for local, name in unit.full_names():
                 yield name, unit.layout.view(grad, local).float() / self._gradient_scale
 
-    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        directory: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        weights_only: bool = False,
+        on_error: Literal["stop", "warn"] = "stop",
+        buffer_bytes: int | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> RunningSave:
         """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
 
         Args:
             directory: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
+            wait: False returns at once; the state of this moment is written while training goes on, see
+                [Note: a unit while a save runs] in checkpoint/background.py. A second save waits for the first.
+            weights_only: bf16 weights without training state, 2 bytes a parameter.
+            on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
+            buffer_bytes: Most memory for copies of units whose update comes before their turn; by default two large units.
+            then: Called, in the writer's thread, when the checkpoint is whole and was read back.
+
+        Returns:
+            The save: `done()`, `progress()`, `result()`.
+
+        Raises:
+            UserError: The folder exists, the disk has no room, or (with `wait`) the system refuses a write.
         """
-        self._refuse_closed()
-        self._optimizer.wait_all()
+        desk = self._usable_desk()
+        if wait:
+            self._optimizer.wait_all()
+        if self.store.resident_bytes:
+            self._streams.synchronize()  # the writer copies them on a stream of its own
         state = {
             "step": self.step,
             "updates": self.updates,
@@ -363,26 +467,78 @@ class HostEngine:
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
             "extra": extra or {},
         }
-        save_checkpoint(
+        self._optimizer.saving = saving = desk.start_save(
             Path(directory),
-            structure=self.structure,
-            store=self.store,
-            buffers=self.buffers,
-            state=state,
-            source_folder=self.source_folder,
+            state,
+            self._optimizer.pending(),
+            weights_only=weights_only,
+            on_error=on_error,
+            buffer_bytes=buffer_bytes,
+            then=then,
         )
+        if wait:
+            saving.result()
+            self._forget_ended_save()
+        return saving
 
-    def load(self, directory: str | Path) -> dict[str, Any]:
-        """Restore weights, moments, step and scaler from a checkpoint. Returns the `extra` it was saved with."""
-        self._refuse_closed()
+    def wait_saved(self) -> None:
+        """Wait until no save is in progress. Raises, or warns of, an error that nobody has been told of."""
+        self._usable_desk().wait_saved()
+        self._forget_ended_save()
+
+    def cancel_save(self) -> None:
+        """Give up the save in progress, if there is one. Nothing of it is left; older checkpoints are as they were."""
+        if self._desk is not None and self._desk.saving is not None:
+            self._desk.saving.cancel()
+            self._forget_ended_save()
+
+    def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
+        """Restore weights, moments, step and scaler from a checkpoint.
+
+        Args:
+            directory: A complete checkpoint of this model.
+            wait: False returns when the units on the device are there; the others stream in while the first forward runs,
+                see [Note: lazy reading] in checkpoint/reader.py. A damaged tensor is then found by the step that needs it.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            UserError: The checkpoint is damaged, or another model's. If it was found before anything was restored, the engine
+                is as it was; otherwise the engine refuses to compute until a load succeeds.
+        """
+        desk = self._open_desk()
+        desk.wait_saved()
+        self._forget_ended_save()
+        self._optimizer.forget(desk.give_load_up())
         self._optimizer.wait_all()
         self._streams.synchronize()
-        state = load_checkpoint(Path(directory), structure=self.structure, store=self.store, buffers=self.buffers)
+        loading, state = desk.start_load(Path(directory))
+        self._optimizer.expect(loading.futures)
+        self._weights.drop_all()
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
         if self._loss_scale and state.get("loss_scale"):
             self._loss_scale = LossScale.from_state_dict(state["loss_scale"])
-        self._weights.drop_all()
+        loading.wait(None if wait else [name for name, planes in self.store.units.items() if planes.resident])
+        self._streams.synchronize()
         return state["extra"]
+
+    def _open_desk(self) -> CheckpointDesk:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        assert self._desk is not None
+        return self._desk
+
+    def _usable_desk(self) -> CheckpointDesk:
+        desk = self._open_desk()
+        desk.refuse_mixture()
+        return desk
+
+    def _forget_ended_save(self) -> None:
+        """Tell the owner of a save that has ended with an error; updates need not look at it any more."""
+        assert self._desk is not None
+        self._optimizer.saving = None if self._desk.saving is None or self._desk.saving.done() else self._desk.saving
+        self._desk.look_at_save()
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
@@ -392,8 +548,12 @@ class HostEngine:
         peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else 0
         return {
             **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
+            "host_inputs": self._inputs.nbytes,
             "host_slabs": sum(slab.nbytes for slab in slabs),
-            "host_pinned": self.store.pinned_bytes + sum(slab.pinned_bytes for slab in slabs) + staged,
+            "host_pinned": self.store.pinned_bytes
+            + sum(slab.pinned_bytes for slab in slabs)
+            + staged
+            + self._inputs.pinned_bytes,
             "device_resident": self.store.resident_bytes,
             "device_slots": self._weights.nbytes,
             "device_gradients": self._gradients.nbytes,
@@ -405,9 +565,13 @@ class HostEngine:
         if self._closed:
             return
         self._closed = True
+        if self._desk is not None:
+            self._desk.close()
         self._streams.synchronize()
         self._optimizer.close()
         self._copier.close()
+        self._inputs.close()
+        self._runner.close()
         for slab in [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]:
             slab.close()
         self.store.close()
@@ -462,10 +626,11 @@ class HostEngine:
     def _check_placement(self, resident: frozenset[str], gradient_plane: bool) -> None:
         known = {unit.name for unit in self.structure.units}
         problems = [f"there is no unit {name}" for name in sorted(resident - known)]
-        if any(not 0 <= layer < len(self.structure.layers) for layer in self._kept):
-            problems.append(f"kept names layers outside 0..{len(self.structure.layers) - 1}")
-        if self._kept and self._segment > 1:
-            problems.append("kept activations and segment exclude each other")
+        special = self._kept | self._selective | self._offloaded
+        if any(not 0 <= layer < len(self.structure.layers) for layer in special):
+            problems.append(f"kept, selective or offloaded names layers outside 0..{len(self.structure.layers) - 1}")
+        if special and self._segment > 1:
+            problems.append("segment excludes kept, selective and offloaded layers")
         if resident and not gradient_plane:
             problems.append("resident units need their gradient plane: set gradient_plane=True")
         if resident and self._compute == torch.float16:
@@ -487,8 +652,8 @@ class HostEngine:
         if sum(ledger.values()) > available:
             lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
             raise PlanRefused(
-                f"{self.structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB of host memory, "
-                f"{available / 2**30:.2f} GiB are available:\n{lines}\n"
+                f"{self.structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB "
+                f"of host memory, {available / 2**30:.2f} GiB are available:\n{lines}\n"
                 "  -> use a machine with more memory or a smaller model"
             )
 
@@ -558,13 +723,15 @@ class HostEngine:
     def _shape(self, batch: Batch) -> StepShape:
         rows, tokens = batch["input_ids"].shape
         vocabulary = self.config.get_text_config().vocab_size
-        return StepShape(
+        planned = StepShape(
             windows=min(self._windows, rows),
             chunk_rows=self._chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
-            head_tokens=self._head_chunk_tokens or max(64, LOGITS_BYTES // (12 * vocabulary)),
+            head_tokens=self._head_chunk_tokens or _head_chunk_tokens(vocabulary, self._compiled),
             segment=self._segment,
             kept=self._kept,
+            selective=self._selective,
         )
+        return self._denser.applied_to(planned)
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
         """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
@@ -589,12 +756,8 @@ class HostEngine:
         seconds["step"] = time.perf_counter() - started
         return seconds
 
-    def _abandoned_on_error(self) -> _Abandon:
-        return _Abandon(self)
-
     def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine is closed")
+        self._usable_desk()
 
 
 class _Abandon:
@@ -614,6 +777,13 @@ class _Abandon:
             self._engine.close()
             return
         self._engine._runner.abandon()
+
+
+def _head_chunk_tokens(vocabulary: int, compiled: bool) -> int:
+    """Tokens whose logits fit the budget, as a power of two: eager code holds logits and gradients in bf16 and in fp32
+    (12 bytes an entry), a compiled cross entropy in bf16 alone (4 bytes)."""
+    fitting = LOGITS_BYTES // ((4 if compiled else 12) * vocabulary)
+    return max(64, 1 << (fitting.bit_length() - 1)) if fitting else 64
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -50,16 +50,27 @@ class UnitSum:
 
     Args:
         unit: Whose gradient.
-        flat: (layout.numel,) zeroed device memory.
+        flat: (layout.numel,) device memory.
+        fresh: The memory holds nothing of value yet: the first chunk overwrites all of it.
     """
 
-    def __init__(self, unit: Unit, flat: torch.Tensor):
+    def __init__(self, unit: Unit, flat: torch.Tensor, fresh: bool, views: dict[str, torch.Tensor] | None = None):
         self.unit = unit
         self.flat = flat
-        self._views = unit.layout.views(flat)
+        self._views = unit.layout.views(flat) if views is None else views
+        self._fresh = fresh
 
     def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Add one chunk's gradients by layout name. A parameter without a gradient contributes zeros at its own place."""
+        if self._fresh:
+            self._fresh = False
+            for start, end in self.unit.layout.gaps:
+                self.flat[start:end].zero_()
+            found = [name for name in self._views if gradients.get(name) is not None]
+            torch._foreach_copy_([self._views[name] for name in found], [gradients[name] for name in found])
+            for name in self._views.keys() - set(found):
+                self._views[name].zero_()
+            return
         for name, gradient in gradients.items():
             if gradient is not None:
                 self._views[name].add_(gradient)
@@ -138,7 +149,8 @@ class GradientFlow:
         self._layer_numel = layer_numel
         self.arrived: dict[str, Event] = {unit.name: streams.event() for unit in units}
         self.edges = EdgeSum()
-        self._squares: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._views: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         self._sent_this_step: set[str] = set()
         self.sent_bytes = 0
 
@@ -149,31 +161,36 @@ class GradientFlow:
         return chunk_sum + sum(staging.flat.nbytes for staging in self._staging)
 
     def begin_step(self) -> None:
-        self._squares, self._sent_this_step = [], set()
+        self._norms, self._sent_this_step = [], set()
         self.edges = EdgeSum()
+        for planes in self._store.units.values():
+            if planes.resident:
+                planes.grad = None
 
     def begin_layer(self, unit: Unit, chunks: int) -> UnitSum:
-        """Zeroed device memory for the sum of the layer's gradient over the chunks of this window."""
+        """Device memory for the sum of the layer's gradient over the chunks of this window."""
         numel = unit.layout.numel
         planes = self._store.units[unit.name]
         if planes.resident:
-            plane = self._plane(unit)
-            first = unit.name not in self._sent_this_step
-            target = plane.zero_() if first else plane
-            if chunks == 1 and first or plane.dtype == torch.float32:
-                return UnitSum(unit, target)
+            first = planes.grad is None
+            plane = self._resident_plane(unit)
+            if (chunks == 1 and first) or plane.dtype == torch.float32:
+                return UnitSum(unit, plane, fresh=first)
         else:
             staging = self._staging[self._turn].begin(numel)
             if chunks == 1 or self._transport == torch.float32:
-                return UnitSum(unit, staging)
+                return UnitSum(unit, staging, True, self._staging_views(unit, staging))
         if self._chunk_sum is None:
             self._chunk_sum = torch.zeros(self._layer_numel, dtype=torch.float32, device=self._streams.device)
-        return UnitSum(unit, self._chunk_sum[:numel].zero_())
+        return UnitSum(unit, self._chunk_sum[:numel], fresh=True)
 
     def send_layer(self, total: UnitSum) -> None:
         """The layer's gradient of this window is complete: take its norm, send it to the host. Asynchronous."""
         if self._store.units[total.unit.name].resident:
-            self._keep(total.unit, total.flat)
+            plane = self._resident_plane(total.unit)
+            if total.flat.data_ptr() != plane.data_ptr():
+                _ = plane.copy_(total.flat) if total.unit.name not in self._sent_this_step else plane.add_(total.flat)
+            self._keep(total.unit, plane, False)
             return
         staging, self._turn = self._staging[self._turn], 1 - self._turn
         flat = staging.flat[: total.unit.layout.numel]
@@ -194,9 +211,8 @@ class GradientFlow:
             return
         flat = self.edges.take(unit, self._transport, self._streams.device)
         if self._store.units[unit.name].resident:
-            if unit.name not in self._sent_this_step:
-                self._plane(unit).zero_()
-            self._keep(unit, flat)
+            first = self._store.units[unit.name].grad is None
+            self._keep(unit, flat if first else self._resident_plane(unit).add_(flat), first)
             return
         self._note_square(flat)
         staging = Staging.around(self._streams, flat)
@@ -210,7 +226,7 @@ class GradientFlow:
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of the squares of everything sent since `begin_step`: an fp32 scalar on the device."""
-        return torch.stack(self._squares).sum() if self._squares else torch.zeros(())
+        return torch.stack(self._norms).square().sum() if self._norms else torch.zeros(())
 
     def settle(self) -> None:
         """Block until no background job reads a slab. Their errors are raised here."""
@@ -226,11 +242,25 @@ class GradientFlow:
             staging.abandon()
         self.settle()
 
-    def _keep(self, unit: Unit, flat: torch.Tensor) -> None:
-        """A resident unit's gradient of this window stays on the device, in its plane."""
-        plane = self._plane(unit)
-        if flat.data_ptr() != plane.data_ptr():
-            plane.add_(flat)
+    def _staging_views(self, unit: Unit, staging: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The unit's views of a staging buffer, made once: many small views cost more than the copies of a small layer."""
+        key = (staging.data_ptr(), unit.name)
+        if key not in self._views:
+            self._views[key] = unit.layout.views(staging)
+        return self._views[key]
+
+    def _resident_plane(self, unit: Unit) -> torch.Tensor:
+        """The gradient plane of a resident unit: device memory from its first backward of a step until its update."""
+        planes = self._store.units[unit.name]
+        if planes.grad is None:
+            dtype = self._store.dtypes["grad"]
+            planes.grad = torch.empty(unit.layout.numel, dtype=dtype, device=self._streams.device)
+        return planes.grad
+
+    def _keep(self, unit: Unit, plane: torch.Tensor, adopt: bool) -> None:
+        """A resident unit's gradient of this window stays on the device, in its plane (`adopt`: this memory becomes it)."""
+        if adopt:
+            self._store.units[unit.name].grad = plane.to(self._store.dtypes["grad"])
         if self.route is Route.DIRECT:
             self._note_square(plane)
         self._sent_this_step.add(unit.name)
@@ -248,7 +278,7 @@ class GradientFlow:
         self._sent_this_step.add(unit.name)
 
     def _note_square(self, flat: torch.Tensor) -> None:
-        self._squares.append(torch.linalg.vector_norm(flat, dtype=torch.float32).square())
+        self._norms.append(torch.linalg.vector_norm(flat, dtype=torch.float32))
 
     def _plane(self, unit: Unit) -> torch.Tensor:
         plane = self._store.units[unit.name].grad

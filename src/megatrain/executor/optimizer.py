@@ -12,6 +12,7 @@ from itertools import groupby
 
 import torch
 
+from megatrain.checkpoint.background import RunningSave
 from megatrain.device.streams import Event
 from megatrain.host.store import HostStore
 from megatrain.models.structure import Unit
@@ -40,6 +41,8 @@ class HostOptimizer:
         self._segments = {unit.name: _trained_segments(unit, frozen, optim) for unit in units}
         self._jobs: dict[str, Future[None]] = {}
         self.coefficients: StepCoefficients | None = None
+        self.saving: RunningSave | None = None
+        """A save in progress: it has a unit copied, or the update wait, before the unit changes."""
 
     def launch(self, coefficients: StepCoefficients, arrived: Mapping[str, Event]) -> None:
         """Start the update of every unit from its gradient plane: on threads, or on the compute stream. Returns at once.
@@ -52,8 +55,12 @@ class HostOptimizer:
             planes = self._store.units[unit.name]
             assert planes.grad is not None, unit.name
             if planes.resident:
+                if self.saving is not None:
+                    self.saving.protect_now(unit.name)
                 update_(planes.hi, planes.lo, planes.m, planes.v, planes.grad, self._segments[unit.name], coefficients)
+                planes.grad = None  # its memory is used again only by work behind the update on the same stream
                 continue
+            self._protect(unit)
             self._jobs[unit.name] = self._updater.submit_update(
                 unit.name, planes, planes.grad, self._segments[unit.name], coefficients, arrived[unit.name].synchronize
             )
@@ -62,6 +69,7 @@ class HostOptimizer:
         """Update a unit straight from a slab, with the coefficients set before the backward."""
         assert self.coefficients is not None
         planes = self._store.units[unit.name]
+        self._protect(unit)
         job = self._updater.submit_update(
             unit.name, planes, slab, self._segments[unit.name], self.coefficients, arrived.synchronize
         )
@@ -103,6 +111,18 @@ class HostOptimizer:
             job.result()
             del self._jobs[unit_name]
 
+    def expect(self, jobs: Mapping[str, Future[None]]) -> None:
+        """From now on the units' masters are at rest when these jobs have ended: they are being read from a checkpoint."""
+        self._jobs = dict(jobs)
+
+    def forget(self, jobs: Mapping[str, Future[None]]) -> None:
+        """Nobody needs to wait for these jobs any more, nor to hear of their errors."""
+        self._jobs = {name: job for name, job in self._jobs.items() if job is not jobs.get(name)}
+
+    def pending(self) -> dict[str, Future[None]]:
+        """Unit name -> the job behind which its masters are at rest, of units that nobody has waited for yet."""
+        return dict(self._jobs)
+
     def wait_all(self) -> None:
         """Block until all masters are at rest."""
         for unit in self._units:
@@ -110,6 +130,11 @@ class HostOptimizer:
 
     def close(self) -> None:
         self._updater.close()
+
+    def _protect(self, unit: Unit) -> None:
+        if self.saving is not None:
+            pieces = cut_pieces(unit.layout.numel, self._updater.threads)
+            self.saving.protect(unit.name, self._updater, pieces)
 
 
 def _trained_segments(unit: Unit, frozen: Collection[str], optim: AdamW) -> list[Segment]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 Shape = tuple[int, ...]
 PROBE_ROWS = (2, 3)
@@ -58,6 +59,8 @@ def cut(leaf: Any, axis: RowAxis | None, rows: slice, total: int) -> Any:
 
     An argument that was not a tensor in the probe (a mask that only some rows need) has its rows in dimension 0, if anywhere.
     """
+    if isinstance(leaf, BlockMask):
+        return _cut_block_mask(leaf, rows)
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if axis is None:
@@ -67,6 +70,29 @@ def cut(leaf: Any, axis: RowAxis | None, rows: slice, total: int) -> Any:
     if leaf.shape[axis.dim] != total * axis.per_row:
         return leaf
     return leaf.narrow(axis.dim, rows.start * axis.per_row, (rows.stop - rows.start) * axis.per_row)
+
+
+def _cut_block_mask(mask: BlockMask, rows: slice) -> BlockMask:
+    """The part of a block mask that belongs to `rows`. Its mask function counts rows from 0, so it is shifted; the shift
+    is a tensor, because code would be compiled again for every number."""
+    if mask.kv_num_blocks.shape[0] == 1:
+        return mask
+    first = torch.tensor(rows.start, device=mask.kv_num_blocks.device)
+    whole = mask.mask_mod
+
+    def shifted(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return whole(b + first, h, q, kv)
+
+    full = mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks[rows],
+        mask.kv_indices[rows],
+        mask.full_kv_num_blocks[rows] if full else None,  # type: ignore[index]
+        mask.full_kv_indices[rows] if full else None,  # type: ignore[index]
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=shifted,
+        seq_lengths=mask.seq_lengths,
+    )
 
 
 def chunks_of(total_rows: int, chunk_rows: int) -> list[slice]:

@@ -18,16 +18,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.gradients import GradientFlow
-from megatrain.executor.rows import CallAxes, PROBE_ROWS, Shape, chunks_of, cut, row_axis, shapes_of
+from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
 from megatrain.executor.saved import MovingWeights
 from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
-from megatrain.loss import Targets, cross_entropy_sum, find_targets
+from megatrain.loss import IGNORED, Targets, cross_entropy_sum, find_targets
 from megatrain.models.shell import Shell
+from megatrain.models.structure import Unit
 from megatrain.models.templates import Variant
 
 Batch = Mapping[str, torch.Tensor]
@@ -45,7 +47,8 @@ class StepShape:
         chunk_rows: Rows that a layer computes together.
         head_tokens: Target tokens whose logits exist at the same time.
         segment: 1 keeps every layer's input, K keeps every K-th and computes a layer a third time.
-        kept: Layers whose activations are kept; the others are recomputed from their input.
+        kept: Layers whose activations are kept.
+        selective: Layers whose activations are kept in part. All others are recomputed from their input.
     """
 
     windows: int
@@ -53,6 +56,7 @@ class StepShape:
     head_tokens: int
     segment: int
     kept: frozenset[int] = frozenset()
+    selective: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -71,20 +75,33 @@ class StepRunner:
 
     Args:
         shell: HF's code; its layers call back into this object.
-        streams, weights, gradients: The device side.
+        streams, weights, gradients, inputs: The device side.
+        compiled: Compile the cross entropy; token chunks then all have one shape.
     """
 
-    def __init__(self, shell: Shell, streams: Streams, weights: WeightStream, gradients: GradientFlow):
+    def __init__(
+        self,
+        shell: Shell,
+        streams: Streams,
+        weights: WeightStream,
+        gradients: GradientFlow,
+        inputs: InputStore,
+        compiled: bool = False,
+    ):
         self.shell = shell
         self._streams = streams
         self._weights = weights
         self._gradients = gradients
+        self._inputs = inputs
+        self._fixed_chunks = compiled
+        self._cross_entropy = torch.compile(cross_entropy_sum, dynamic=False) if compiled else cross_entropy_sum
         self._units = shell.structure.layers
         # What `run_layer` works on while HF's loop is running.
         self._tape: Tape | None = None
         self._chunks: list[slice] = []
-        self._kept: frozenset[int] = frozenset()
+        self._variants: dict[int, Variant] = {}
         self._probe: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
+        self._leaf_cache: dict[tuple[str, int, bool], dict[str, torch.Tensor]] = {}
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
@@ -107,6 +124,7 @@ class StepRunner:
         windows = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.windows))
         chunk_rows = min(shape.chunk_rows, max(rows.stop - rows.start for rows in windows))
         self._learn_row_axes(inputs, chunk_rows)
+        self._variants = {**dict.fromkeys(shape.selective, "selective"), **dict.fromkeys(shape.kept, "keep")}
         self._weights.follow(training_visits(len(self._units), shape.segment, len(windows)))
         self._gradients.begin_step()
         self.marks = []
@@ -115,7 +133,6 @@ class StepRunner:
         for rows in windows:
             edges, tape = self._bind_edges(requires_grad=True), Tape()
             self._mark("forward")
-            self._kept = shape.kept
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
             here = _targets_of(targets, rows, inputs)
@@ -139,10 +156,14 @@ class StepRunner:
             self._weights.follow(forward_visits(len(self._units)))
             edges = self._bind_edges(requires_grad=False)
             hidden_BTD = self._forward(inputs, edges, chunk_rows, 1, tape=None)
-            for hidden_ND, labels_N in _token_chunks(hidden_BTD, targets, shape.head_tokens):
-                loss_sum += cross_entropy_sum(self.shell.logits(edges.all(), hidden_ND), labels_N)
+            for hidden_ND, labels_N in self._token_chunks(hidden_BTD, targets, shape.head_tokens):
+                loss_sum += self._cross_entropy(self.shell.logits(edges.all(), hidden_ND), labels_N)
         self._weights.edges_in_use()
         return loss_sum
+
+    def close(self) -> None:
+        """Let go of everything that refers to the device's buffers."""
+        self._leaf_cache.clear()
 
     def abandon(self) -> None:
         """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
@@ -150,6 +171,7 @@ class StepRunner:
         self._streams.synchronize()
         self._weights.abandon()
         self._gradients.abandon()
+        self._inputs.abandon()
 
     # ---------------------------------------------------------------- forward
 
@@ -170,8 +192,8 @@ class StepRunner:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
-        if call is not None and index in self._kept:
-            outputs, spec = self._forward_kept(call)
+        if call is not None and index in self._variants:
+            outputs, spec = self._forward_kept(call, self._variants[index])
         else:
             outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None)
         if self._probe is not None:
@@ -179,6 +201,7 @@ class StepRunner:
         if call is not None:
             assert self._tape is not None
             outputs = self._tape.emit(call, outputs)
+            self._offload(call)
         if index == len(self._units) - 1:
             self._weights.edge_weights(1)  # behind the last layer: the head's own update ran as long as it could
         return pytree.tree_unflatten(outputs, spec)
@@ -188,7 +211,7 @@ class StepRunner:
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """One layer over all chunks of the window, without autograd. Returns output leaves and their structure."""
         unit = self._units[index]
-        weights = self.shell.leaves(unit.layout.views(self._weights.fetch(index)), unit.prefix, requires_grad=False)
+        weights = self._leaves(unit, self._weights.fetch(index), requires_grad=False)
         parts: list[list[Any]] = []
         spec = None
         with torch.no_grad():
@@ -202,13 +225,13 @@ class StepRunner:
         assert spec is not None
         return self._join_outputs(index, parts), spec
 
-    def _forward_kept(self, call: LayerCall) -> tuple[list[Any], pytree.TreeSpec]:
+    def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], pytree.TreeSpec]:
         """One layer over all chunks of the window, with autograd; its graphs wait for the backward without weights."""
         flat = self._weights.fetch(call.layer)
         moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
         spec = None
         for rows in self._chunks:
-            graph, spec = self._graph_of(call, flat, rows, "keep", moving)
+            graph, spec = self._graph_of(call, flat, rows, variant, moving)
             call.graphs.append(graph)
         self._weights.release(call.layer)
         assert spec is not None
@@ -219,7 +242,7 @@ class StepRunner:
     ) -> tuple[ChunkGraph, pytree.TreeSpec]:
         """Compute one layer on one chunk with autograd, with leaves of its own for inputs and weights."""
         unit = self._units[call.layer]
-        weights = self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad=True)
+        weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
         for position in call.trained:
             leaves[position] = leaves[position].detach().requires_grad_()
@@ -247,18 +270,37 @@ class StepRunner:
         weights = [edges.all()[name] for name in names]
         scale = torch.tensor(gradient_scale, dtype=torch.float32, device=hidden_BTD.device)
         start = 0
-        for hidden_ND, labels_N in _token_chunks(hidden_BTD.detach(), targets, chunk_tokens):
+        for hidden_ND, labels_N in self._token_chunks(hidden_BTD.detach(), targets, chunk_tokens):
             hidden_ND.requires_grad_()
-            chunk_loss = cross_entropy_sum(self.shell.logits(edges.all(), hidden_ND), labels_N)
+            chunk_loss = self._cross_entropy(self.shell.logits(edges.all(), hidden_ND), labels_N)
             d_hidden_ND, *d_weights = torch.autograd.grad(
                 chunk_loss, [hidden_ND, *weights], scale.to(chunk_loss.dtype), allow_unused=True
             )
             loss_sum += chunk_loss.detach()
-            d_flat.index_copy_(0, targets.positions[start : start + len(labels_N)], d_hidden_ND)
-            start += len(labels_N)
+            positions = targets.positions[start : start + len(labels_N)]
+            d_flat.index_copy_(0, positions, d_hidden_ND[: len(positions)])
+            start += len(positions)
             for name, gradient in zip(names, d_weights, strict=True):
                 self._gradients.edges.add(name, gradient)
         return d_hidden_BTD
+
+    def _token_chunks(
+        self, hidden_BTD: torch.Tensor, targets: Targets, chunk_tokens: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(hidden states (N, D), labels (N,)) of at most `chunk_tokens` target tokens at a time.
+
+        Compiled code wants one shape: there the last chunk is filled up with tokens that are no targets.
+        """
+        flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+        positions, labels = targets.positions.to(flat.device), targets.labels.to(flat.device)
+        if self._fixed_chunks:
+            chunk_tokens = min(chunk_tokens, 1 << (len(labels) - 1).bit_length()) if len(labels) else chunk_tokens
+            missing = -len(labels) % chunk_tokens
+            positions = torch.nn.functional.pad(positions, (0, missing))
+            labels = torch.nn.functional.pad(labels, (0, missing), value=IGNORED)
+        for start in range(0, len(labels), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            yield flat.index_select(0, positions[part]), labels[part]
 
     # ---------------------------------------------------------------- backward
 
@@ -279,6 +321,7 @@ class StepRunner:
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
+        self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
         total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))
         input_parts: dict[int, list[torch.Tensor | None]] = {position: [] for position in call.trained}
@@ -301,6 +344,34 @@ class StepRunner:
         self._gradients.send_layer(total)
         tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
         call.arguments.leaves, call.output_gradients, call.random_states, call.graphs = [], [], [], []
+
+    def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> dict[str, torch.Tensor]:
+        """Autograd leaves over a layer's weights where they are now. Made once for each place, since a place is a slot or a
+        resident plane and stays; not where a leaf is computed (parameters that HF keeps in fp32)."""
+        key = (unit.name, flat.data_ptr(), requires_grad)
+        leaves = self._leaf_cache.get(key)
+        if leaves is None:
+            leaves = self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad)
+            if all(leaf.dtype == flat.dtype for leaf in leaves.values()):
+                self._leaf_cache[key] = leaves
+        return leaves
+
+    def _offload(self, call: LayerCall) -> None:
+        """Send a recomputed layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
+        if call.layer not in self._inputs.layers or call.layer in self._variants:
+            return
+        for position in call.sources:
+            self._inputs.put(call.layer, call.arguments.leaves[position])
+            call.arguments.leaves[position] = None
+            return  # an offloaded layer has one input that is an earlier layer's output: its hidden states
+
+    def _bring_back(self, call: LayerCall, tape: Tape) -> None:
+        """Put an offloaded input back in its place and start the next one's way."""
+        for position in call.sources:
+            if call.arguments.leaves[position] is None:
+                call.arguments.leaves[position] = self._inputs.take(call.layer).requires_grad_()
+        if call.layer > 0:
+            self._inputs.prefetch(call.layer - 1)
 
     def _recompute_inputs(self, calls: Sequence[LayerCall]) -> None:
         """Compute again the inputs that a segment dropped, from the one it kept."""
@@ -376,7 +447,8 @@ class StepRunner:
     # ---------------------------------------------------------------- inputs
 
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The model's inputs on the device, once per step."""
+        """The model's inputs on the device, once per step; with the attention implementation that they need."""
+        self.shell.choose_attention(packed=batch.get("position_ids") is not None)
         return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
 
     def _bind_edges(self, requires_grad: bool) -> Edges:
@@ -422,17 +494,6 @@ def _targets_of(targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor
     first, last = rows.start * ids_BT.shape[1], rows.stop * ids_BT.shape[1]
     inside = (targets.positions >= first) & (targets.positions < last)
     return Targets((targets.positions[inside] - first).to(ids_BT.device), targets.labels[inside].to(ids_BT.device))
-
-
-def _token_chunks(
-    hidden_BTD: torch.Tensor, targets: Targets, chunk_tokens: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(hidden states (N, D), labels (N,)) of at most `chunk_tokens` target tokens at a time."""
-    flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    positions, labels = targets.positions.to(flat.device), targets.labels.to(flat.device)
-    for start in range(0, len(labels), chunk_tokens):
-        part = slice(start, start + chunk_tokens)
-        yield flat.index_select(0, positions[part]), labels[part]
 
 
 def _drop_inner_inputs(tape: Tape, segment: int) -> None:

@@ -8,6 +8,7 @@ which is launched only after the backward that read it.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import time
@@ -55,6 +56,8 @@ class WeightStream:
         self._gate = gate
         self._visits: list[int] = []
         self._position = 0
+        self._streamed: collections.deque[tuple[int, int]] = collections.deque()
+        """(position, layer) of the visits ahead that need a slot."""
         self.update_wait_s = 0.0
         self.loaded_bytes = 0
 
@@ -62,6 +65,7 @@ class WeightStream:
         """Start a new list of visits; the last one must have been finished or abandoned."""
         assert self._position == len(self._visits), f"{len(self._visits) - self._position} visits left"
         self._visits, self._position = visits, 0
+        self._streamed = collections.deque((i, layer) for i, layer in enumerate(visits) if not self.stays(layer))
 
     def fetch(self, layer: int) -> torch.Tensor:
         """The flat weights (numel,) of `layer` in compute dtype, for kernels launched before `release`.
@@ -100,9 +104,9 @@ class WeightStream:
 
     def _prefetch(self) -> None:
         """Load what the visit list says comes next, as far as there are slots and finished updates. Asynchronous."""
-        streamed = ((i, self._visits[i]) for i in range(self._position, len(self._visits)))
-        streamed = itertools.islice(((i, v) for i, v in streamed if not self.stays(v)), len(self._ring.slots))
-        for position, following in streamed:
+        while self._streamed and self._streamed[0][0] < self._position:
+            self._streamed.popleft()
+        for position, following in itertools.islice(self._streamed, len(self._ring.slots)):
             unit = self._layers[following]
             if self._ring.holding(unit.name) is not None:
                 continue
@@ -144,6 +148,7 @@ class WeightStream:
     def abandon(self) -> None:
         """After an error in the middle of a step: no slot is in use, no visit is due."""
         self._visits, self._position = [], 0
+        self._streamed.clear()
         for slot in self._all_slots():
             slot.abandon()
 

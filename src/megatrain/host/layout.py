@@ -66,6 +66,12 @@ class FlatLayout:
         """Elements that are parameters, without padding."""
         return sum(entry.numel for entry in self.entries)
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the padding behind each tensor that has any."""
+        starts = [entry.offset for entry in self.entries[1:]] + [self.numel]
+        return tuple((e.end, start) for e, start in zip(self.entries, starts, strict=True) if e.end < start)
+
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside `flat` (numel,), as a view."""
         entry = self.by_name[name]

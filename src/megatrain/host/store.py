@@ -31,7 +31,8 @@ class UnitPlanes:
         hi: bf16, the master rounded to nearest and the compute weight; or fp32, the master itself, when lo is None.
         lo: int16, the rest: `bits(master) = (hi << 16) + lo`.
         m, v: fp32 AdamW moments.
-        grad: bf16 or fp32 gradients of the step, None where AdamW eats gradients as they arrive.
+        grad: bf16 or fp32 gradients of the step; None where AdamW eats gradients as they arrive, and between the steps of a
+            resident unit, whose gradient exists only from its backward to its update.
     """
 
     name: str
@@ -54,11 +55,16 @@ class UnitPlanes:
         """Set one tensor's master from any floating dtype (widened to fp32: exact for bf16, fp16 and fp32)."""
         hi = self.layout.view(self.hi, name)
         assert value.shape == hi.shape, (name, tuple(value.shape), tuple(hi.shape))
-        master = value.detach().to(device=hi.device, dtype=torch.float32)
+        master = value.detach().to(torch.float32).contiguous()
         if self.lo is None:
             hi.copy_(master)
-        else:
-            plane_math.split_(master.contiguous(), hi, self.layout.view(self.lo, name))
+        elif master.device == hi.device:
+            plane_math.split_(master, hi, self.layout.view(self.lo, name))
+        else:  # split where the value is: a GPU does it in no time, and the two halves are copied instead of the whole
+            halves = torch.empty_like(master, dtype=hi.dtype), torch.empty_like(master, dtype=self.lo.dtype)
+            plane_math.split_(master, *halves)
+            hi.copy_(halves[0])
+            self.layout.view(self.lo, name).copy_(halves[1])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The planes that are state, by kind: hi, lo where there is one, m, v."""
@@ -100,7 +106,8 @@ class HostStore:
         self.units: dict[str, UnitPlanes] = {}
         for name, layout in layouts:
             if name in resident:
-                planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in self.dtypes.items()}
+                kinds = {kind: dtype for kind, dtype in self.dtypes.items() if kind != "grad"}
+                planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in kinds.items()}
             else:
                 planes = {kind: next(tensors) for kind, tensors in on_host.items()}
             self.units[name] = UnitPlanes(name, layout, lo=planes.pop("lo", None), resident=name in resident, **planes)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.checkpoint.reader import load_checkpoint
+from megatrain.checkpoint.background import SaveProgress
+from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor import batches as host_batches
@@ -45,14 +48,33 @@ from megatrain.models.build import (
     fp32_parameter_names,
     load_model_config,
 )
-from megatrain.models.conversion import unit_of_names
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, unmatched_groups
 
+logger = logging.getLogger(__name__)
+
 ComputeDtype = Literal["bf16", "fp32", "fp64"]
 MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class EndedSave:
+    """A save that has ended well, with the surface of one that runs in the background."""
+
+    seconds: float
+
+    def done(self) -> bool:
+        return True
+
+    def progress(self) -> SaveProgress:
+        return SaveProgress(
+            written_bytes=0, total_bytes=0, seconds=self.seconds, waited_s=0.0, copied_bytes=0, read_back_s=0.0
+        )
+
+    def result(self, timeout_s: float | None = None) -> SaveProgress:
+        return self.progress()
 
 
 class MeshEngine:
@@ -67,7 +89,7 @@ class MeshEngine:
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
-        init: `random` initialises from the config alone, by HF's own rules, seeded.
+        init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
         seed: Of initialisation and dropout.
         trust_remote_code: Whether code in the model folder may run.
         attn_implementation: HF's name of an attention implementation; context parallel brings its own.
@@ -85,7 +107,7 @@ class MeshEngine:
         optim: AdamW | None = None,
         compute_dtype: ComputeDtype | Literal["auto"] = "auto",
         recompute: bool = False,
-        init: Literal["random"] | None = None,
+        init: Literal["random", "empty"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
@@ -98,7 +120,7 @@ class MeshEngine:
         self.step = 0
         """Calls of `train_step`, skipped ones included."""
         self.updates = 0
-        self._closed = False
+        self._closed = self._said_wait = False
         self._compute = compute_dtype
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
@@ -218,7 +240,17 @@ class MeshEngine:
                 dist.all_reduce(whole)
                 yield name, whole.cpu()
 
-    def save(self, directory: str | Path, extra: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        directory: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        weights_only: bool = False,
+        on_error: Literal["stop", "warn"] = "stop",
+        buffer_bytes: int | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> EndedSave:
         """Write a checkpoint in the host engine's format. Collective; returns on every rank when it is on the disk.
 
         `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. Rank 0 writes, one
@@ -227,16 +259,21 @@ class MeshEngine:
         Args:
             directory: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
+            wait: Only True is done here; asked for False, it says so once and waits.
+            weights_only: bf16 weights without training state.
+            on_error, buffer_bytes: Of saves in the background; nothing to do here.
+            then: Called on every rank when the checkpoint is whole and was read back.
 
         Raises:
             UserError: On rank 0 for its reason, on the others because rank 0 failed.
         """
         self._refuse_closed()
         if self._compute == "fp64":
-            raise UserError(
-                "a fp64 engine is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32"
-            )
-        store = SavingStore(self.state, self.device)
+            raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
+        if not wait and not self._said_wait:
+            self._said_wait = True
+            logger.warning("checkpoint.background was asked for; the mesh engine waits for its saves")
+        started = time.perf_counter()
         state = {
             "step": self.step,
             "updates": self.updates,
@@ -244,40 +281,57 @@ class MeshEngine:
             "loss_scale": None,
             "extra": extra or {},
         }
+        store = SavingStore(self.state, self.device)
         if dist.get_rank() != 0:
-            owners = set(unit_of_names(self.structure).values())
-            if not store.follow([u.name for u in self.structure.units if u.layout.entries or u.name in owners]):
+            if not store.follow():
                 raise UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
-            return
-        written = False
-        try:
-            save_checkpoint(
-                Path(directory),
-                structure=self.structure,
-                store=store,  # type: ignore[arg-type]
-                buffers=self._buffers,
-                state=state,
-                source_folder=self.source_folder,
-            )
-            written = True
-        finally:
-            store.finish(written)
+        else:
+            written = False
+            try:
+                save_checkpoint(
+                    Path(directory),
+                    structure=self.structure,
+                    store=store,  # type: ignore[arg-type]
+                    buffers=self._buffers,
+                    state=state,
+                    source_folder=self.source_folder,
+                    weights_only=weights_only,
+                )
+                written = True
+            finally:
+                store.finish(written)
+        then()
+        return EndedSave(time.perf_counter() - started)
 
-    def load(self, directory: str | Path) -> dict[str, Any]:
+    def wait_saved(self) -> None:
+        """Nothing to wait for: `save` returns when all is written."""
+
+    def cancel_save(self) -> None:
+        """Nothing to cancel: see `wait_saved`."""
+
+    def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
+
+        Each rank reads the units of which it holds a part.
+
+        Args:
+            directory: A complete checkpoint of this model.
+            wait: All is there on return in either case.
 
         Returns:
             The `extra` it was saved with.
+
+        Raises:
+            UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
         """
         self._refuse_closed()
         state: dict[str, Any] | None = None
         try:
-            state = load_checkpoint(
-                Path(directory),
-                structure=self.structure,
-                store=self.state,  # type: ignore[arg-type]
-                buffers=self._buffers,
-            )
+            with OpenCheckpoint(directory, self.structure) as opened:
+                for unit in self.structure.units:
+                    if unit.name in self.state.local_units:
+                        opened.restore(unit, self.state, self._buffers)  # type: ignore[arg-type]
+                state = opened.state
         finally:
             complete = everyone(state is not None, self.device)
         if not complete or state is None:
@@ -299,6 +353,10 @@ class MeshEngine:
             for unit in self.structure.units:
                 for _, name in unit.full_names():
                     self.state.write(name, parameters[name])
+        elif init == "empty":
+            for unit in self.structure.units:
+                for _, name in unit.full_names():
+                    self.state.write(name, torch.zeros(()).expand(_shape(self.structure, name)))
         elif init == "random":
             initialize(self.structure, self.state, seed=self.seed, device=self.device)  # type: ignore[arg-type]
         else:

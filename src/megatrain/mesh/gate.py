@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from megatrain.errors import UserError
-from megatrain.executor.gate import _batch, _build, tiny_configs
+from megatrain.executor.gate import _NoTinyCopy, _tiny_model
 from megatrain.mesh.stage import verify_cut
 
 logger = logging.getLogger(__name__)
@@ -26,17 +28,12 @@ def verify_family_cut(config: Any, trust_remote_code: bool = False) -> None:
     if config.model_type in CUT:
         return
     logger.info("verifying on a tiny copy that the family %s can be cut into stages", config.model_type)
-    errors = []
-    for tiny in tiny_configs(config):
-        try:
-            model = _build(tiny, trust_remote_code)
-        except Exception as error:  # noqa: BLE001  a config that does not scale down: try the next copy
-            errors.append(f"{type(error).__name__}: {error}")
-            continue
-        verify_cut(model, _batch(int(tiny.get_text_config().vocab_size)))
-        return
-    raise UserError(
-        f"no tiny copy of this config could be built to verify the family ({errors[-1].splitlines()[0]})",
-        f"model type {config.model_type}",
-        "set parallel.pipeline to 1",
-    )
+    try:
+        model = _tiny_model(config, None, trust_remote_code)
+    except _NoTinyCopy as error:
+        raise UserError(
+            f"cannot be verified: {error}", f"model type {config.model_type}", "set parallel.pipeline to 1"
+        ) from error
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    ids_BT = torch.randint(3, vocabulary, (2, 24), generator=torch.Generator().manual_seed(0))
+    verify_cut(model, {"input_ids": ids_BT, "labels": ids_BT.clone()})

@@ -12,7 +12,7 @@ is tied. A parameter is gathered by point-to-point messages of exactly these box
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,27 +173,33 @@ def everyone(ok: bool, device: torch.device) -> bool:
 
 
 class SavingStore:
-    """On rank 0, the store that `save_checkpoint` reads from; the other ranks follow with `follow`.
+    """On rank 0, the store that `save_checkpoint` reads from; the other ranks `follow`.
 
-    Before each unit rank 0 says whether it goes on, so that an error there (a full disk) ends the waiting everywhere.
+    Rank 0 names each unit before it is gathered, so that an error there (a full disk) ends the waiting everywhere.
     """
+
+    FINISHED, FAILED = -1, -2
 
     def __init__(self, state: MeshState, device: torch.device):
         self._state, self._device = state, device
         self.units = state.units
+        self._names = list(state.units)
 
     def on_host(self, name: str) -> UnitPlanes:
-        agree(True, self._device)
+        self._say(self._names.index(name))
         return self._state.on_host(name)
-
-    def follow(self, names: Sequence[str]) -> bool:
-        """On the other ranks: send what rank 0 asks for. Returns whether rank 0 finished."""
-        for name in names:
-            if not agree(True, self._device):
-                return False
-            self._state.on_host(name)
-        return agree(True, self._device)
 
     def finish(self, ok: bool) -> None:
         """On rank 0: the end, good or bad."""
-        agree(ok, self._device)
+        self._say(self.FINISHED if ok else self.FAILED)
+
+    def follow(self) -> bool:
+        """On the other ranks: send what rank 0 asks for. Returns whether rank 0 finished."""
+        while (word := self._say(0)) >= 0:
+            self._state.on_host(self._names[word])
+        return word == self.FINISHED
+
+    def _say(self, word: int) -> int:
+        said = torch.tensor([word], device=self._device)
+        dist.broadcast(said, src=0)
+        return int(said.item())

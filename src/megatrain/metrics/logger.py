@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from megatrain.metrics.record import StepRecord
 
@@ -71,6 +71,23 @@ class RunLogger:
 
     def warning(self, text: str) -> None:
         self._print(f"warning: {text}", logging.WARNING)
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print something of rich's, on the console only."""
+        self._console.print(renderable)
+
+    @property
+    def colours(self) -> bool:
+        """Whether the console shows them: a terminal, and the user has not said NO_COLOR."""
+        return self._console.is_terminal and not self._console.no_color
+
+    def printable(self, character: str, instead: str) -> str:
+        """`character` where the console's encoding has it, else `instead`."""
+        try:
+            character.encode(self._console.encoding)
+        except UnicodeEncodeError:
+            return instead
+        return character
 
     def to_file(self, text: str, error: BaseException | None = None) -> None:
         """A line for `log.txt` alone, with the traceback of `error` if given; the console is told by someone else."""

@@ -91,6 +91,14 @@ class _GivenOutput:
         return (self.last_hidden_state,)[index]
 
 
+def _can_flex(model: nn.Module) -> bool:
+    """Whether the family supports flex attention, with heads of a size that its kernels take (a power of two, at least 16)."""
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    heads = getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if isinstance(heads, int) else 0)
+    return bool(getattr(model, "_supports_flex_attn", False)) and dim >= 16 and dim & (dim - 1) == 0
+
+
 class Shell:
     """HF's code for everything but the layers. See [Note: the shell stays Hugging Face's].
 
@@ -100,7 +108,8 @@ class Shell:
         run_layer: Called in place of each layer, in the order of HF's own loop.
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
         compiled: Compile the layers, once per template group.
-        budget: Activation memory budget of layers whose activations are kept (compiled layers only).
+        budget: Activation memory budget of layers whose activations are kept in part (compiled layers only).
+        packed_flex: Use flex attention for packed rows where the family has it: block masks instead of T x T masks.
     """
 
     def __init__(
@@ -111,13 +120,14 @@ class Shell:
         fp32_names: frozenset[str] = frozenset(),
         compiled: bool = False,
         budget: float = 1.0,
+        packed_flex: bool = False,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())
         self.fp32_names = fp32_names
         streamed = nn.ModuleList(StreamedLayer(i, module, run_layer) for i, module in enumerate(self.layers))
         model = with_submodule(structure.model, structure.layers_name, streamed)
-        self._base = model.get_submodule(structure.base_name)
+        self._base: Any = model.get_submodule(structure.base_name)
         self._base_prefix = structure.base_name + "."
         layers_path = structure.layers_name.removeprefix(self._base_prefix)
         self._head = with_submodule(model, structure.base_name, _GivenStates(self._base, layers_path))
@@ -129,6 +139,10 @@ class Shell:
             if name not in structure.frozen and (not name.startswith(self._base_prefix) or name in tied_heads)
         ]
         """Full names of the trained parameters that `logits` reads."""
+        self._plain_attention = self._base.config._attn_implementation
+        self._packed_attention = self._plain_attention
+        if packed_flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
+            self._packed_attention = "flex_attention"
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
         self.groups = template_groups(self.layers)
         """Template group of each layer."""
@@ -139,6 +153,13 @@ class Shell:
         self._head_buffers: dict[str, torch.Tensor] = {}
         for name, buffer in buffers.items():
             self._place_buffer(name, buffer)
+
+    def choose_attention(self, packed: bool) -> None:
+        """Take the attention implementation for rows of one document, or for packed rows, from now on."""
+        implementation = self._packed_attention if packed else self._plain_attention
+        if self._base.config._attn_implementation != implementation:
+            config: Any = self.structure.model.config
+            config._attn_implementation = implementation
 
     def train(self, mode: bool) -> None:
         """Put all modules in training or evaluation mode (dropout, router jitter)."""

@@ -123,12 +123,17 @@ def take_apart(model: nn.Module) -> Structure:
             edges["embedding" if name in early else "head"].append((name, shape))
     _refuse_shared_layers(tied, layers_name)
     units = (
-        Unit("embedding", "", FlatLayout.of(edges["embedding"])),
-        *(Unit(f"layer.{i}", f"{layers_name}.{i}.", FlatLayout.of(shapes), i) for i, shapes in layers.items()),
-        Unit("head", "", FlatLayout.of(edges["head"])),
+        Unit("embedding", "", _layout(edges["embedding"])),
+        *(Unit(f"layer.{i}", f"{layers_name}.{i}.", _layout(shapes), i) for i, shapes in layers.items()),
+        Unit("head", "", _layout(edges["head"])),
     )
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     return Structure(model, base_name, layers_name, units, tied, frozen)
+
+
+def _layout(shapes: list[tuple[str, tuple[int, ...]]]) -> FlatLayout:
+    """Matrices first, then norms and biases: the parts that decay and that do not are one range each, one kernel each."""
+    return FlatLayout.of(sorted(shapes, key=lambda named: len(named[1]) < 2))
 
 
 def _base_name(model: nn.Module) -> str:
@@ -147,12 +152,16 @@ def _base_name(model: nn.Module) -> str:
 
 def _find_layers(model: nn.Module, base_name: str) -> str:
     base = model.get_submodule(base_name)
-    config = getattr(base, "config", None) or getattr(model, "config", None)
+    config: Any = getattr(base, "config", None) or getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     if count is None and hasattr(config, "get_text_config"):
         count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = {name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList)}
     found = [
-        name for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
+        name
+        for name, module in lists.items()
+        # not a list inside a layer, in a family whose stack has another length
+        if len(module) == count and not any(name.startswith(outer + ".") for outer in lists)
     ]
     if not found or not count:
         raise UserError(

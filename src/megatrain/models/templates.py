@@ -6,11 +6,13 @@ attributes in all their submodules (`layer_idx` aside). The first layer of a gro
 buffers are bound to it. So a model of 100 layers compiles one or two of them.
 
 [Note: variants]
-A compiled function exists in up to three variants, each with a code object of its own, because the compiler's cache belongs to
+A compiled function exists in up to four variants, each with a code object of its own, because the compiler's cache belongs to
 the code object and its memory budget is no part of the cache's guards:
     forward    without gradients, for layers that will be recomputed
     recompute  with gradients, everything saved: its backward follows at once
-    keep       with gradients, what is saved lives until the backward: bounded by the activation memory budget (0..1)
+    keep       with gradients, everything saved, until the backward
+    selective  with gradients, until the backward, but only as much as the activation memory budget (0..1) allows: the compiler
+               computes the rest again
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.func import functional_call
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["forward", "recompute", "keep"]
+Variant = Literal["forward", "recompute", "keep", "selective"]
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype)
 NOT_CODE = {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"}
 """Attributes that number a layer or are set for all layers alike."""
@@ -81,7 +83,7 @@ class LayerCode:
         module: The template; its own parameters are never used.
         name: For the compiler's logs.
         compiled: Compile on first use; if that fails, warn once and go on in eager mode.
-        budget: Activation memory budget of the `keep` variant.
+        budget: Activation memory budget of the `selective` variant.
     """
 
     def __init__(self, module: nn.Module, name: str, compiled: bool, budget: float = 1.0):
@@ -102,9 +104,11 @@ class LayerCode:
             return functional_call(self.module, dict(bound), args, kwargs)
         run = self._compiled.get(variant)
         if run is None:
-            run = self._compiled[variant] = torch.compile(_fresh_function(self.module, f"{self._name}_{variant}"), dynamic=False)
+            run = self._compiled[variant] = torch.compile(
+                _fresh_function(self.module, f"{self._name}_{variant}"), dynamic=False
+            )
         try:
-            with functorch_config.patch(activation_memory_budget=self._budget if variant == "keep" else 1.0):
+            with functorch_config.patch(activation_memory_budget=self._budget if variant == "selective" else 1.0):
                 return run(dict(bound), args, kwargs)
         except _compiler_errors() as error:
             logger.warning(

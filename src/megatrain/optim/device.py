@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from megatrain.optim.reference import adamw_
 logger = logging.getLogger(__name__)
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
 except ImportError:
     triton = None
 
@@ -76,7 +75,7 @@ def update_(
 def _adamw_source(
     hi, lo, m, v, grad, start, end,
     scale, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
-    SPLIT: Any, BLOCK: Any, SMALLEST_NORMAL: Any,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, SMALLEST_NORMAL: tl.constexpr,
 ):  # fmt: skip
     # 64-bit offsets: a unit may have more than 2^31 elements.
     index = start.to(tl.int64) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,113 @@
+"""Layer inputs that wait for their backward in pinned host memory instead of on the device.
+
+[Note: offloaded input lifetime]
+    forward    `put` queues the copy out on d2h, behind the kernels that made the tensor; the device memory is free when it ends
+    backward   `prefetch` queues the copy in on h2d, one layer ahead; `take` makes compute wait for it
+Each layer has a place of its own in one arena, written once and read once per window: the copy in of a window's backward comes
+after its copy out, and the next window's copy out waits for that copy in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.device.streams import Event, Streams
+from megatrain.host.arena import Arena, page_ceil
+
+
+@dataclass
+class _Place:
+    """Where one layer's input waits. `home`: pinned host memory; `out` and `back`: ends of the copies."""
+
+    home: torch.Tensor
+    out: Event
+    back: Event
+    shape: torch.Size
+    arrived: torch.Tensor | None = None
+
+
+class InputStore:
+    """Host memory for the inputs of some layers. See [Note: offloaded input lifetime].
+
+    Args:
+        streams: The device's streams.
+        layers: Indices of the layers whose input is offloaded.
+    """
+
+    def __init__(self, streams: Streams, layers: Collection[int]):
+        self._streams = streams
+        self.layers = frozenset(layers)
+        self._arenas: list[Arena] = []
+        self._homes: dict[int, torch.Tensor] = {}
+        self._places: dict[int, _Place] = {}
+        self.moved_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for arena in self._arenas)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.pinned_bytes for arena in self._arenas)
+
+    def put(self, layer: int, tensor: torch.Tensor) -> None:
+        """Queue the copy of `tensor` to the host. Asynchronous; the caller may let go of it at once."""
+        home = self._home(layer, tensor)
+        previous = self._places.get(layer)
+        place = _Place(home, self._streams.event(), previous.back if previous else self._streams.event(), tensor.shape)
+        written = self._streams.event()
+        self._streams.mark_compute(written)
+        with self._streams.copying_out(after=written, done=place.out):
+            home.copy_(tensor.reshape(-1), non_blocking=True)
+        if self._streams.d2h is not None:
+            tensor.record_stream(self._streams.d2h)
+        self.moved_bytes += tensor.nbytes
+        self._places[layer] = place
+
+    def prefetch(self, layer: int) -> None:
+        """Queue the copy back, if the layer is offloaded and not on its way. Asynchronous."""
+        place = self._places.get(layer)
+        if place is None or place.arrived is not None:
+            return
+        place.arrived = torch.empty(place.home.numel(), dtype=place.home.dtype, device=self._streams.device)
+        # The memory may have been let go by kernels that are still running: the copy starts behind them, too.
+        allocated = self._streams.event()
+        self._streams.mark_compute(allocated)
+        with self._streams.copying_in(after=allocated, done=place.back):
+            if self._streams.h2d is not None:
+                self._streams.h2d.wait_event(place.out)  # type: ignore[arg-type]
+            place.arrived.copy_(place.home, non_blocking=True)
+        self.moved_bytes += place.home.nbytes
+
+    def take(self, layer: int) -> torch.Tensor:
+        """The tensor, back on the device, for kernels launched from now on."""
+        self.prefetch(layer)
+        place = self._places.pop(layer)
+        assert place.arrived is not None
+        self._streams.compute_waits(place.back)
+        if self._streams.h2d is not None:
+            place.arrived.record_stream(self._streams.compute)  # type: ignore[arg-type]
+        return place.arrived.view(place.shape)
+
+    def abandon(self) -> None:
+        """After an error in the middle of a step; the device must be idle."""
+        self._places = {}
+
+    def close(self) -> None:
+        self._places, self._homes = {}, {}
+        for arena in self._arenas:
+            arena.close()
+
+    def _home(self, layer: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The layer's host memory; made on first use, and again only for larger tensors."""
+        home = self._homes.get(layer)
+        if home is None or home.numel() < tensor.numel() or home.dtype != tensor.dtype:
+            arena = Arena(page_ceil(tensor.nbytes))
+            if self._streams.cuda:
+                arena.register([0])
+            self._arenas.append(arena)
+            home = self._homes[layer] = arena.tensor(0, tensor.numel(), tensor.dtype)
+        return home[: tensor.numel()]

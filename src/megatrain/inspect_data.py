@@ -1,0 +1,185 @@
+"""`megatrain data`: what the data of a run looks like once it is tokens, before anything is trained.
+
+Lengths are counted first, so that they are shown even where the rows cannot be made (`overflow: error`). The preview shows
+tokens as the model will see them, special ones included: trained ones green on a terminal, between marks elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.text import Text
+
+from megatrain.check import open_tokenizer
+from megatrain.config.schema import RunConfig
+from megatrain.data import packing
+from megatrain.data.load import Part, open_data, pack_data
+from megatrain.data.loader import StepLoader
+from megatrain.metrics.logger import RunLogger, quiet_libraries
+
+if TYPE_CHECKING:
+    from megatrain.data.rows import PackedRows, RowGroup
+
+TRAINED, MASKED = "bold green", "dim"
+_BAR = 40
+_HEAD_SHARE = 0.75  # of the tokens shown of a long sample; the rest is its end
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Samples of `begin..end` tokens, both included."""
+
+    begin: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens of one kind, as text; `left_out` tokens between two pieces have none."""
+
+    text: str
+    trained: bool
+    left_out: int = 0
+
+
+def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) -> None:
+    """Print what a run would train on: sources, rejects, lengths, rows, and a few samples of each source.
+
+    Args:
+        run: The config; see `load_config`. Only the model's config and tokenizer are read, no weights.
+        samples: Samples shown of each source.
+        most_tokens: Tokens shown of each; a longer one loses its middle.
+
+    Raises:
+        UserError: What `check` would say of the data.
+    """
+    quiet_libraries()
+    with RunLogger() as log:
+        tokenizer, vocab_size, positions = open_tokenizer(run)
+        opened = open_data(run.data, tokenizer, vocab_size=vocab_size, model_max_length=positions, log=log.info)
+        if not any(part.store.meta["rejects"]["counts"] for part in (*opened.train, *opened.val)):
+            log.info("no sample was rejected")
+        for part in opened.train:
+            _show_lengths(part, run.data.max_tokens, log)
+        log.info("\nrows")
+        train, val = pack_data(run.data, opened, run.run.seed, log.info)
+        _show_rows(run, train, log)
+        _show_samples(tokenizer, train, samples, most_tokens, run.run.seed, log)
+        if val is not None and run.data.val is not None and run.data.val.sources is not None:
+            log.info("\nheld-out samples")
+            _show_samples(tokenizer, val, 1, most_tokens, run.run.seed, log)
+
+
+def histogram(lengths: np.ndarray, max_tokens: int) -> list[Bin]:
+    """Counts by length in bins that double; the row length ends a bin, so that too long samples are told apart."""
+    longest = int(lengths.max(initial=1))
+    # 24 doublings below the longest would only be empty lines
+    first = int(lengths.min(initial=longest))
+    edges = {2**power for power in range(longest.bit_length() + 1) if first < 2**power <= longest}
+    begins = sorted({first, *edges} | ({max_tokens + 1} if first < max_tokens + 1 <= longest else set()))
+    ends = [*(begin - 1 for begin in begins[1:]), longest]
+    counts = [int(((lengths >= b) & (lengths <= e)).sum()) for b, e in zip(begins, ends, strict=True)]
+    return [Bin(*values) for values in zip(begins, ends, counts, strict=True)]
+
+
+def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens: int) -> list[Piece]:
+    """A sample's tokens as text, cut where training begins or ends.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids, trained: (N,) ids, and which of them are targets (bool).
+        most_tokens: The middle of a longer sample is left out.
+    """
+    if len(ids) <= most_tokens:
+        return list(_pieces(tokenizer, ids, trained))
+    head = max(1, int(most_tokens * _HEAD_SHARE))
+    tail = max(1, most_tokens - head)
+    return [
+        *_pieces(tokenizer, ids[:head], trained[:head]),
+        Piece("", False, left_out=len(ids) - head - tail),
+        *_pieces(tokenizer, ids[-tail:], trained[-tail:]),
+    ]
+
+
+def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
+    borders = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+    before = ""
+    for begin, end in zip(borders, borders[1:], strict=False):
+        # Some tokenizers drop the blank in front of what they decode: a run's text is what it adds to the text before it.
+        upto = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False)
+        own = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=False)
+        yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[begin]))
+        before = upto
+
+
+def marked(pieces: Sequence[Piece], *, colours: bool, marks: tuple[str, str]) -> Text:
+    """Pieces for a console: styled, or with marks around what is trained."""
+    text = Text()
+    for piece in pieces:
+        if piece.left_out:
+            text.append(f"\n... {piece.left_out:,} tokens left out ...\n", style="italic")
+        elif colours:
+            text.append(piece.text, style=TRAINED if piece.trained else MASKED)
+        else:
+            text.append(f"{marks[0]}{piece.text}{marks[1]}" if piece.trained else piece.text)
+    return text
+
+
+def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
+    lengths = part.lengths
+    if not len(lengths):
+        return
+    stream = part.store.kind == "stream"
+    log.info(f"\n{part.source.path}: tokens of its {len(lengths):,} {'documents' if stream else 'samples'}")
+    bins = histogram(lengths, max_tokens)
+    most = max(one.count for one in bins)
+    bar = log.printable("█", "#")
+    for one in bins:
+        width = -(-one.count * _BAR // most)
+        too_long = "  longer than data.max_tokens" if one.begin > max_tokens and one.count and not stream else ""
+        log.info(f"  {one.begin:>9,} .. {one.end:>9,}  {bar * width:<{_BAR}} {one.count:>9,}{too_long}")
+    half, nine, all_but_one = (int(value) for value in np.percentile(lengths, [50, 90, 99], method="higher"))
+    longest = int(np.argmax(lengths))
+    log.info(
+        f"  half have up to {half:,}, 90% up to {nine:,}, 99% up to {all_but_one:,}; the longest {int(lengths[longest]):,} "
+        f"({part.store.place(int(part.chosen[longest]))})"
+    )
+
+
+def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
+    if len(rows.groups) > 1:
+        for group in rows.groups:
+            stats = group.stats
+            filled = f", {stats.efficiency:.1%} filled" if group.padded else ""
+            log.info(f"  {group.name}: {stats.rows:,} rows{filled}, {stats.targets:,} trained; weight {group.weight:g}")
+    loader = StepLoader(rows, run.rows_per_step, run.run.seed)
+    log.info(
+        f"an epoch: {loader.rows_per_epoch:,} rows in {loader.steps_per_epoch:,} steps of {run.rows_per_step:,}; "
+        f"the run: {run.schedule.total_steps(loader.steps_per_epoch):,} steps"
+    )
+
+
+def _show_samples(tokenizer: Any, rows: PackedRows, samples: int, most_tokens: int, seed: int, log: RunLogger) -> None:
+    marks = (log.printable("⟦", "[["), log.printable("⟧", "]]"))
+    for number, group in enumerate(rows.groups):
+        count = len(group.segments.lengths)
+        for segment in packing.permutation(count, seed, 2, number)[:samples].tolist():
+            ids, trained = _tokens_of(group, segment)
+            place = group.store.place(int(group.segments.samples[segment]))
+            kinds = "trained ones are green" if log.colours else f"trained ones stand in {marks[0]}{marks[1]}"
+            log.info(f"\n--- {place}: {len(ids):,} tokens, {int(trained.sum()):,} trained ({kinds})")
+            log.show(marked(pieces_of(tokenizer, ids, trained, most_tokens), colours=log.colours, marks=marks))
+
+
+def _tokens_of(group: RowGroup, segment: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a piece of a row, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
+    begin = int(group.store.starts[group.segments.samples[segment]] + group.segments.offsets[segment])
+    end = begin + int(group.segments.lengths[segment])
+    mask = group.store.trained
+    trained = np.ones(end - begin, bool) if mask is None else np.asarray(mask[begin:end], bool).copy()
+    trained[0] = False
+    return np.asarray(group.store.tokens[begin:end]), trained

@@ -1,0 +1,160 @@
+"""`Machine`: the figures of a machine that plans are made of, and their files.
+
+GB = 10^9 bytes, GiB = 2^30 bytes. A machine file is YAML with these fields (see docs/machines); what a field leaves out has the
+default given here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from megatrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU (or none), its host and the link between them.
+
+    Attributes:
+        name: For people.
+        device_gib: Memory of the GPU that a process can have, 0 without a GPU.
+        h2d_gbps, d2h_gbps: Pinned copies to and from the GPU, one way at a time.
+        both_gbps: Each way when both run at once.
+        host_gib: Memory of the host that a process can have.
+        host_bandwidth_gbps: Of the host's memory, read and written bytes together.
+        cores: That this process may use.
+        adamw_gparams: AdamW on host planes by number of threads [1e9 parameters a second].
+        adamw_streaming_gparams: The best of these while weights stream to the GPU.
+        device_adamw_gparams: AdamW on the GPU [1e9 parameters a second].
+        matrix_tflops: bf16 matrix products of a layer's sizes on the GPU, fp32 accumulation.
+        device_bandwidth_gbps: Of the GPU's memory, read and written bytes together.
+        attention_tflops: Fastest backend, causal forward and backward together, at 1,024 tokens.
+        attention_ms: Milliseconds by backend, for 16,384 tokens of 32 heads.
+        disk_write_gbps, disk_read_gbps: Of the place where runs are written; 0 where it was not measured.
+        numa_nodes: Memory nodes of the host.
+        device_node: The node that the GPU hangs on, None where the system does not say.
+        pin_limit_gib: What the system lets a process pin, None where no limit was met.
+        link: Of the GPU, as the system describes it: `PCIe 5 x16`.
+        versions: torch and driver, with which it was measured.
+    """
+
+    name: str
+    device_gib: float
+    host_gib: float
+    cores: int
+    h2d_gbps: float = 25.0
+    d2h_gbps: float = 25.0
+    both_gbps: float = 20.0
+    host_bandwidth_gbps: float = 50.0
+    adamw_gparams: Mapping[int, float] = field(default_factory=lambda: {1: 0.5})
+    adamw_streaming_gparams: float | None = None
+    device_adamw_gparams: float = 25.0
+    matrix_tflops: float = 100.0
+    device_bandwidth_gbps: float = 800.0
+    attention_tflops: float = 60.0
+    attention_ms: Mapping[str, float] = field(default_factory=dict)
+    disk_write_gbps: float = 0.0
+    disk_read_gbps: float = 0.0
+    numa_nodes: int = 1
+    device_node: int | None = None
+    pin_limit_gib: float | None = None
+    link: str = ""
+    versions: str = ""
+
+    @property
+    def threads(self) -> int:
+        """AdamW threads that are worth having: the fewest within 3% of the best measured rate."""
+        best = max(self.adamw_gparams.values())
+        return min(count for count, rate in self.adamw_gparams.items() if rate >= 0.97 * best)
+
+    def adamw_rate(self, threads: int | None = None) -> float:
+        """Parameters a second of AdamW on the host while weights stream; `threads` None means the best."""
+        known = sorted(self.adamw_gparams)
+        best = self.adamw_gparams[self.threads]
+        alone = best
+        if threads is not None:
+            below = max((count for count in known if count <= threads), default=known[0])
+            alone = min(best, self.adamw_gparams[below] * threads / below)
+        share = self.adamw_streaming_gparams / best if self.adamw_streaming_gparams else 0.95
+        return alone * min(1.0, share) * 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON or YAML."""
+        return {
+            **asdict(self),
+            "adamw_gparams": dict(self.adamw_gparams),
+            "attention_ms": dict(self.attention_ms),
+        }
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1)
+
+
+def machine_from(data: Mapping[str, Any], where: str) -> Machine:
+    """A machine from plain data.
+
+    Args:
+        where: The file's name, for errors.
+
+    Raises:
+        UserError: A field is unknown, missing or no number; all problems at once.
+    """
+    known = {f.name: f for f in fields(Machine)}
+    problems = []
+    for name in data:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            problems.append(f"unknown key {name!r}" + (f'; did you mean "{near[0]}"?' if near else ""))
+    for name, info in known.items():
+        if name not in data:
+            if info.default is MISSING and info.default_factory is MISSING:
+                problems.append(f"{name} is missing")
+            continue
+        problems += _problems_of(name, data[name])
+    if problems:
+        raise UserError("; ".join(problems), where, "docs/planner.md describes the fields; docs/machines has examples")
+    values = dict(data)
+    if "adamw_gparams" in values:
+        values["adamw_gparams"] = {int(count): float(rate) for count, rate in values["adamw_gparams"].items()}
+    return Machine(**values)
+
+
+def _problems_of(name: str, value: Any) -> list[str]:
+    if name in ("name", "link", "versions"):
+        return [] if isinstance(value, str) else [f"{name} should be text, found {value!r}"]
+    if name in ("adamw_gparams", "attention_ms"):
+        if not isinstance(value, Mapping) or not all(isinstance(v, int | float) and v > 0 for v in value.values()):
+            return [f"{name} should map to positive numbers, found {value!r}"]
+        if name == "adamw_gparams" and (not value or not all(str(count).isdigit() for count in value)):
+            return [f"{name} should map numbers of threads to rates, found {value!r}"]
+        return []
+    optional = value is None and name in ("adamw_streaming_gparams", "device_node", "pin_limit_gib")
+    if not optional and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        return [f"{name} should be a number, found {value!r}"]
+    return []
+
+
+def load_machine(path: str | Path) -> Machine:
+    """A machine from its file, YAML or JSON.
+
+    Raises:
+        UserError: The file is missing or not a machine file.
+    """
+    file = Path(path)
+    try:
+        data = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", str(file), "give the path of a machine file") from None
+    except YAMLError as error:
+        raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", str(file)) from None
+    if not isinstance(data, dict):
+        raise UserError("should hold the fields of a machine", str(file), "docs/machines has examples")
+    return machine_from(data, str(file))

@@ -1,0 +1,230 @@
+"""Bytes of a step by formula: host and device, line by line.
+
+[Note: held and working memory of a layer]
+`keep` is all that a compiled layer saves (see trace.py), per token. The other policies follow from it, with factors fitted to an
+H200 at Qwen3-8B's shape and 32 x 1024 tokens (measured / by formula, GiB):
+    held between forward and backward, the layer's output y included
+        keep        keep                            4.20 / 4.19
+        selective   y + 0.95 budget (keep - y)      2.12 / 2.12 (budget 0.5), 1.38 / 1.37 (0.3), 1.00 / 1.00 (0.2)
+        recompute   y                               0.25
+    at the worst moment of the layer's own backward, whatever the policy
+        1.12 keep + gradients of its weights        5.04 / 5.05 (keep), 5.12 / 5.05 (budget 0.5)
+An eager layer saves 1.7 times as much (7.5 / 4.4).
+
+[Note: the device's worst moment]
+All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
+resident units come and stay until the update. So the peak is looked for in the head, in the backward of the final norm, in each
+layer's backward and at the end. The head's gradient is summed in fp32 over its token chunks (4 bytes an element). Beside the sum
+there are the previous chunk's part (`PREVIOUS_PARTS` x 2 bytes), and of the chunk in work either two copies of the logits, or one
+and the part that is being made. Eager cross entropy has its logits in fp32 three times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.planner.choice import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, Policy, StepSize
+from megatrain.planner.shape import ModelShape
+
+GIB = 1 << 30
+PROCESS_BYTES = 2 * GIB
+"""Python, torch, the CUDA context and pinned odds and ends on the host: 1.7 GiB measured beside the planes."""
+KERNEL_BYTES = 96 << 20
+"""Workspaces of matrix kernels, tables of the rotary embedding, and other small things on the device."""
+EAGER_FACTOR = 1.7
+PREVIOUS_PARTS = 1
+"""Parts of the head's gradient that are still referred to while the next token chunk is computed."""
+SELECTIVE_FACTOR = 0.95
+BACKWARD_FACTOR = 1.12
+
+
+def saved_bytes(shape: ModelShape, layer: int, tokens: int, options: Options) -> float:
+    """Per token: all that a layer's backward can use; rows of `tokens`."""
+    factor = options.compute_bytes / 2 * (1.0 if options.compiled else EAGER_FACTOR)
+    return shape.cost(layer).saved_bytes.at(tokens) * factor
+
+
+def held_bytes(shape: ModelShape, layer: int, policy: Policy, tokens: int, options: Options) -> float:
+    """Per token: what a layer holds between its forward and its backward beside its input; its output not included."""
+    output = shape.hidden * options.compute_bytes
+    rest = max(0.0, saved_bytes(shape, layer, tokens, options) - output)
+    return {"keep": rest, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET * rest, "recompute": 0.0}[policy]
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The device's memory at its worst moment."""
+
+    lines: Lines
+    moment: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.lines.values())
+
+
+def device_peak(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> DevicePeak:
+    """See [Note: the device's worst moment]."""
+    fixed = _fixed_lines(shape, step, options, choice)
+    lines, moment = max(_moments(shape, step, options, choice), key=lambda pair: sum(pair[0].values()))
+    return DevicePeak({name: int(size) for name, size in {**fixed, **lines}.items() if size >= 1}, moment)
+
+
+def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, float]:
+    """What is there all the time."""
+    cut = Cut.of(step, choice)
+    streamed = shape.layers[choice.resident_layers :]
+    widest = max(streamed, default=0)
+    slots = min(options.weight_slots, max(2, len(streamed))) if streamed else 2
+    edges = shape.embedding * (not choice.resident_embedding) + shape.head * (not choice.resident_head)
+    lines: dict[str, float] = {
+        "resident units: weights and moments (12 bytes a parameter)": 12 * choice.resident_elements(shape),
+        f"{slots} weight slots": slots * widest * options.slot_bytes,
+        "weights of embedding and head": edges * options.slot_bytes,
+        "gradient staging": 2 * max(shape.layers) * options.transport_bytes,
+        "kernel workspaces, inputs": KERNEL_BYTES + 24 * step.all_tokens,
+    }
+    if cut.chunks > 1 and options.transport_bytes < 4:
+        lines["gradient sum over chunks (fp32)"] = 4 * max(shape.layers)
+    if choice.windows > 1:
+        lines["gradients of resident units (fp32)"] = 4 * choice.resident_elements(shape)
+    return lines
+
+
+def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> list[tuple[dict[str, float], str]]:
+    """(what is there beside the fixed lines, when) of the moments that can be the worst."""
+    cut = Cut.of(step, choice)
+    hidden = cut.window_tokens * shape.hidden * options.compute_bytes
+    inputs, held = _held_by_layer(shape, step, options, choice)
+    gradient = options.transport_bytes if choice.windows == 1 else 0  # of resident units; fp32 sums are a fixed line
+    # [final norm] its fp32 copy of the input, its result before and after the weight, and the gradient of the result
+    norm = hidden * 3 + (cut.window_tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
+    in_flight = 2 * hidden if choice.offloaded else 0
+    all_inputs, all_held = sum(inputs) + hidden, sum(held)
+    matrix = shape.head_matrix
+    part = matrix * options.compute_bytes
+    entries = cut.head_tokens * shape.vocabulary
+    logits = entries * options.compute_bytes
+    head_work = max(2 * logits if options.compiled else 12 * entries, logits + part)
+    head_sum = 0
+    if cut.head_chunks > 1:
+        head_sum = 4 * matrix
+        # the second chunk's sum is made beside both parts; from the third on, the previous part is still there
+        head_work = (
+            max(head_work, part) + PREVIOUS_PARTS * part
+            if cut.head_chunks > 2
+            else max(head_work + part - head_sum, 2 * part)
+        )
+    done_sum = head_sum or part
+    kept = {"layer inputs": all_inputs, "kept activations": all_held}
+    moments: list[tuple[dict[str, float], str]] = [
+        (
+            {**kept, "final norm": norm, "gradient of the head": head_sum, "logits and head workspace": head_work},
+            "head",
+        ),
+        (
+            {**kept, "final norm": norm + 12 * cut.window_tokens * shape.hidden, "gradient of the head": head_sum},
+            "final norm's backward",
+        ),
+    ]
+    # a tied head's gradient waits for the embedding's; a streamed one's leaves during the last layer's backward
+    head_waits = done_sum if shape.tied else shape.head * gradient * choice.resident_head
+    resident_gradients = float(0)
+    for layer in reversed(range(shape.depth)):
+        all_inputs -= inputs[layer + 1] if layer + 1 < shape.depth else 0
+        resident = layer < choice.resident_layers
+        resident_gradients += shape.layers[layer] * gradient * resident
+        saved = saved_bytes(shape, layer, step.tokens, options) * cut.chunk_tokens
+        own = held[layer] / cut.chunks  # of the chunk in work
+        work = max(0.0, BACKWARD_FACTOR * saved - own) + shape.layers[layer] * options.compute_bytes
+        leaving = shape.head * options.transport_bytes if layer == shape.depth - 1 and not shape.tied else 0
+        moments.append(
+            (
+                {
+                    "layer inputs": all_inputs - hidden + in_flight,
+                    "kept activations": all_held,
+                    "gradients of hidden states": 2 * hidden,
+                    "one layer's backward": work,
+                    "gradient of the head": max(head_waits, leaving),
+                    "gradients of resident layers": resident_gradients,
+                },
+                f"backward of layer {layer}",
+            )
+        )
+        all_held -= held[layer]
+    embedding = shape.embedding * (options.compute_bytes + options.transport_bytes)
+    moments.append(
+        (
+            {
+                "gradients of hidden states": hidden,
+                "gradient of the embedding": embedding,
+                "gradient of the head": head_waits,
+                "gradients of resident layers": resident_gradients,
+            },
+            "end of the backward",
+        )
+    )
+    return moments
+
+
+def _held_by_layer(
+    shape: ModelShape, step: StepSize, options: Options, choice: Choice
+) -> tuple[list[float], list[float]]:
+    """(input, kept activations) of each layer on the device while the head runs."""
+    cut = Cut.of(step, choice)
+    hidden = cut.window_tokens * shape.hidden * options.compute_bytes
+    inputs = [
+        0.0 if i < choice.offloaded or (options.segment > 1 and i % options.segment) else float(hidden)
+        for i in range(shape.depth)
+    ]
+    held = []
+    for layer, policy in enumerate(choice.policies):
+        size = held_bytes(shape, layer, policy, step.tokens, options) * cut.window_tokens
+        # with several chunks the joined output is a copy, beside the parts that belong to the graphs
+        held.append(size + hidden if policy != "recompute" and cut.chunks > 1 else size)
+    return inputs, held
+
+
+def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:
+    """Bytes on the host, by plane and buffer."""
+    cut = Cut.of(step, choice)
+    elements = shape.parameters - choice.resident_elements(shape)
+    if options.compute == "bf16":
+        lines = {
+            "hi: bf16 weights (2 bytes a parameter)": 2 * elements,
+            "lo: the rest of the fp32 master (2)": 2 * elements,
+        }
+    else:
+        lines = {"fp32 master (4 bytes a parameter)": 4 * elements}
+    lines |= {"m: first moment (4)": 4 * elements, "v: second moment (4)": 4 * elements}
+    width = options.gradient_bytes(choice.windows)
+    if width:
+        lines[f"gradients of a step ({width})"] = width * elements
+    streamed = shape.layers[choice.resident_layers :]
+    widest = max(streamed, default=0)
+    edges = [
+        size
+        for size, on in ((shape.embedding, choice.resident_embedding), (shape.head, choice.resident_head))
+        if not on
+    ]
+    if not options.gradient_plane or choice.windows > 1 or options.staged:
+        slabs = max(1, min(options.gradient_slabs, len(streamed)))
+        lines[f"{slabs} gradient slabs, and of embedding and head"] = (
+            slabs * widest + sum(edges)
+        ) * options.transport_bytes
+    if options.staged:
+        lines["staging buffers"] = 2 * max([widest, *edges]) * options.stream_bytes
+    if choice.offloaded:
+        lines[f"offloaded inputs of {choice.offloaded} layers"] = (
+            choice.offloaded * cut.window_tokens * shape.hidden * options.compute_bytes
+        )
+    lines["process, CUDA context"] = PROCESS_BYTES
+    return {name: int(size) for name, size in lines.items() if size}
+
+
+def disk_lines(shape: ModelShape) -> Lines:
+    """Bytes of one checkpoint."""
+    return {
+        "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
+        "lo, m and v (10)": 10 * shape.parameters,
+    }

@@ -1,0 +1,88 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.planner.choice import Lines
+from megatrain.planner.plan import Plan, gib
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan for people: decisions, ledger, seconds."""
+    choice, timeline = plan.choice, plan.timeline
+    out = [
+        f"plan for {plan.model}, {plan.parameters / 1e9:.3g} B parameters, on {plan.machine}",
+        f"  a step: {plan.step.rows} rows x {plan.step.tokens} tokens in {_count(choice.windows, 'window')}; "
+        f"layers compute {_count(choice.chunk_rows, 'row')} together, the head {choice.head_chunk_tokens} tokens",
+        f"  placement: {_placement(plan)}",
+        f"  activations: {_policies(plan)}",
+        f"  AdamW on the host: {_count(plan.threads, 'thread')}",
+        *_table("host memory", plan.host, plan.caps.host_bytes),
+        *_table(f"device memory, worst in the {plan.device_moment}", plan.device, plan.caps.device_bytes),
+        *_table("disk, one checkpoint", plan.disk, None),
+        f"  seconds of a step: {timeline.step:.3f}, of which",
+        *(
+            f"    {seconds:>11.3f}  {name.replace('_', ' ')}"
+            for name, seconds in timeline.phases.items()
+            if seconds >= 5e-4
+        ),
+        "  work of a step, hidden or not: "
+        + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in timeline.busy.items()),
+        f"  bottleneck: {timeline.bottleneck}",
+        f"  {plan.tokens_per_s:,.0f} tokens/s, {_length(plan)}",
+    ]
+    return "\n".join(out)
+
+
+def _table(title: str, lines: Lines, allowed: int | None) -> list[str]:
+    of = f" of {gib(allowed)}" if allowed is not None else ""
+    return [
+        f"  {title}: {gib(sum(lines.values()))}{of}",
+        *(f"    {gib(size):>11}  {name}" for name, size in lines.items()),
+    ]
+
+
+def _placement(plan: Plan) -> str:
+    if plan.all_resident:
+        return "everything fits into device memory and stays there; AdamW runs on the GPU"
+    resident = [name for name, place in plan.placement.items() if place == "device"]
+    if not resident:
+        return "all units in host memory; AdamW runs on the CPU under the next forward"
+    layers = sum(name.startswith("layer.") for name in resident)
+    edges = [name for name in resident if not name.startswith("layer.")]
+    what = [*edges, *([f"the first {_count(layers, 'layer')}"] if layers else [])]
+    return f"on the device {' and '.join(what)}; the rest in host memory"
+
+
+def _policies(plan: Plan) -> str:
+    parts = [
+        f"{policy} {_ranges(layers)}"
+        for policy in ("recompute", "selective", "keep")
+        if (layers := plan.layers_with(policy))
+    ]
+    offloaded = plan.choice.offloaded
+    if offloaded:
+        parts.append(f"inputs of {_ranges(range(offloaded))} wait in host memory")
+    return "; ".join(parts)
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    first, last = layers[0], layers[-1]
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def _length(plan: Plan) -> str:
+    if plan.total_seconds is not None:
+        return f"{_hours(plan.total_seconds)} for {plan.steps:,} steps"
+    return f"{_hours(1000 * plan.seconds)} for 1,000 steps"
+
+
+def _hours(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

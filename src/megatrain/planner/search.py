@@ -1,0 +1,198 @@
+"""The search: the fastest predicted step that fits. Small, because what can be decided by rule is decided by rule.
+
+Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these the
+rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with activations,
+first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back first. The number
+of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave something to gain.
+Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans less on the link and
+on the CPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from megatrain.machine.machine import Machine
+from megatrain.planner.choice import Caps, Choice, Options, Policy, StepSize
+from megatrain.planner.memory import device_peak, host_lines
+from megatrain.planner.shape import ModelShape
+from megatrain.planner.timeline import Timeline, simulate
+
+CHUNK_TOKENS = (32768, 16384, 8192, 4096)
+MOST_WINDOWS = 16
+COARSE_STEPS = 8
+AS_GOOD = 1.004
+"""Plans within this factor of the fastest are as good."""
+ALL_RESIDENT_AS_GOOD = 1.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice that fits, with its predicted step."""
+
+    choice: Choice
+    timeline: Timeline
+
+
+class Search:
+    """One search.
+
+    Args:
+        shape, machine, step, caps, options: As for `plan`.
+    """
+
+    def __init__(self, shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, options: Options):
+        self.shape, self.machine, self.step, self.caps, self.options = shape, machine, step, caps, options
+
+    def best(self) -> Candidate | None:
+        """The fastest choice that fits, None if nothing does."""
+        depth = self.shape.depth
+        stride = max(1, depth // COARSE_STEPS)
+        coarse = sorted({*range(0, depth + 1, stride), depth})
+        found: list[Candidate] = []
+        for windows in self._windows():
+            found += [c for layers in coarse for c in self._with_residents(layers, windows)]
+            if not found:  # what fits may lie between two coarse points
+                between = (layers for layers in range(depth + 1) if layers not in coarse)
+                found += [c for layers in between for c in self._with_residents(layers, windows)]
+            if found and self._little_to_gain(min(found, key=_seconds)):
+                break
+        if not found:
+            return None
+        found.sort(key=_seconds)
+        near = {(n, c.choice.windows) for c in found[:3] for n in self._around(c.choice.resident_layers, stride)}
+        found += [c for layers, windows in near if layers not in coarse for c in self._with_residents(layers, windows)]
+        return self._preferred(found)
+
+    def any_fits(self) -> bool:
+        """Whether anything fits, without looking for the fastest."""
+        bases = (b for windows in self._windows() for n in range(self.shape.depth + 1) for b in self._bases(n, windows))
+        return any(self._filled(base) is not None for base in bases)
+
+    def leanest(self) -> Choice:
+        """The choice that comes nearest to fitting, for the message that nothing does: the device first, then the host."""
+
+        def missing(choice: Choice) -> tuple[int, int]:
+            host = sum(host_lines(self.shape, self.step, self.options, choice).values()) - self.caps.host_bytes
+            device = device_peak(self.shape, self.step, self.options, choice).nbytes - self.caps.device_bytes
+            return max(0, device), max(0, host)
+
+        bases = (b for windows in self._windows() for n in range(self.shape.depth + 1) for b in self._bases(n, windows))
+        offloads = (0, self.shape.depth) if self._may_offload else (0,)
+        return min((replace(base, offloaded=n) for base in bases for n in offloads), key=missing)
+
+    def _around(self, layers: int, stride: int) -> range:
+        return range(max(0, layers - stride + 1), min(self.shape.depth, layers + stride - 1) + 1)
+
+    def _little_to_gain(self, best: Candidate) -> bool:
+        """More windows keep more activations per window; that is worth trying while layers are recomputed or inputs offloaded."""
+        return "recompute" not in best.choice.policies or self.options.policy == "recompute"
+
+    def _preferred(self, found: list[Candidate]) -> Candidate:
+        fastest = min(map(_seconds, found))
+        whole = [c for c in found if c.choice.resident_elements(self.shape) == self.shape.parameters]
+        if whole and min(map(_seconds, whole)) <= ALL_RESIDENT_AS_GOOD * fastest:
+            return min(whole, key=_seconds)
+        as_good = [c for c in found if _seconds(c) <= AS_GOOD * fastest]
+        return max(
+            as_good,
+            key=lambda c: (
+                -c.choice.windows,
+                -c.choice.offloaded,
+                c.choice.resident_elements(self.shape),
+                -_seconds(c),
+            ),
+        )
+
+    @property
+    def _may_offload(self) -> bool:
+        return self.options.offload and self.options.segment == 1 and self.options.policy in ("auto", "recompute")
+
+    @property
+    def _may_reside(self) -> bool:
+        return self.options.gradient_plane and self.options.compute != "fp16"
+
+    def _with_residents(self, layers: int, windows: int) -> Iterator[Candidate]:
+        for base in self._bases(layers, windows):
+            choice = self._filled(base)
+            if choice is not None:
+                yield Candidate(choice, simulate(self.shape, self.machine, self.step, self.options, choice))
+
+    def _bases(self, layers: int, windows: int) -> Iterator[Choice]:
+        """Every way to cut the step and to place the edges, with nothing kept beside what the user asked to keep."""
+        options, shape = self.options, self.shape
+        if layers and not self._may_reside:
+            return
+        policy: Policy = "recompute" if options.policy == "auto" else options.policy
+        embedding_choices = (False, True) if self._may_reside and shape.embedding else (False,)
+        head_choices = (False, True) if self._may_reside and shape.head else (False,)
+        cuts = itertools.product(self._chunk_rows(windows), self._head_tokens(windows), embedding_choices, head_choices)
+        for chunk_rows, head_tokens, embedding, head in cuts:
+            yield Choice(layers, embedding, head, (policy,) * shape.depth, 0, windows, chunk_rows, head_tokens)
+
+    def _windows(self) -> list[int]:
+        if self.options.windows is not None or not self.options.gradient_plane:
+            return [min(self.options.windows or 1, self.step.rows)]
+        return [w for w in (1, 2, 4, 8, MOST_WINDOWS) if w <= self.step.rows]
+
+    def _chunk_rows(self, windows: int) -> list[int]:
+        rows = -(-self.step.rows // windows)
+        if self.options.chunk_rows is not None:
+            return [min(self.options.chunk_rows, rows)]
+        return sorted({min(rows, max(1, tokens // self.step.tokens)) for tokens in CHUNK_TOKENS}, reverse=True)
+
+    def _head_tokens(self, windows: int) -> list[int]:
+        """A chunk's logits weigh no more than one more copy of the head's gradient while it has at most D tokens."""
+        tokens = -(-self.step.rows // windows) * self.step.tokens
+        if self.options.head_chunk_tokens is not None:
+            return [self.options.head_chunk_tokens]
+        width = 1 << (self.shape.hidden.bit_length() - 1)
+        return sorted({min(tokens, max(1024, width)), min(tokens, 8192)}, reverse=True)
+
+    def _fits(self, choice: Choice) -> bool:
+        return device_peak(self.shape, self.step, self.options, choice).nbytes <= self.caps.device_bytes
+
+    def _filled(self, base: Choice) -> Choice | None:
+        """The base with as few offloaded inputs as it needs and as many kept activations as fit; None if it does not fit."""
+        if sum(host_lines(self.shape, self.step, self.options, base).values()) > self.caps.host_bytes:
+            return None
+        if not self._fits(base):
+            return self._offloaded(base)
+        if self.options.policy != "auto" or self.options.segment > 1:
+            return base
+        depth = self.shape.depth
+        if not self.options.compiled:
+            return _most(depth, lambda n: _policies(base, keep=n), self._fits)
+        filled = _most(depth, lambda n: _policies(base, selective=n), self._fits)
+        if "recompute" in filled.policies:
+            return filled
+        return _most(depth, lambda n: _policies(base, selective=depth - n, keep=n), self._fits)
+
+    def _offloaded(self, base: Choice) -> Choice | None:
+        depth = self.shape.depth
+        if not self._may_offload or not self._fits(replace(base, offloaded=depth)):
+            return None
+        fewest = bisect.bisect_left(range(depth + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
+        choice = replace(base, offloaded=fewest)
+        host = sum(host_lines(self.shape, self.step, self.options, choice).values())
+        return choice if host <= self.caps.host_bytes else None
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.timeline.step
+
+
+def _policies(base: Choice, *, selective: int = 0, keep: int = 0) -> Choice:
+    """The last `keep` layers keep all, `selective` before them part."""
+    rest = len(base.policies) - selective - keep
+    policies: tuple[Policy, ...] = ("recompute",) * rest + ("selective",) * selective + ("keep",) * keep
+    return replace(base, policies=policies)
+
+
+def _most(depth: int, with_count: Callable[[int], Choice], fits: Callable[[Choice], bool]) -> Choice:
+    """with_count(n) of the largest n in 0..depth that fits; more never fits where less does not. n = 0 is known to fit."""
+    first_too_many = bisect.bisect_left(range(1, depth + 1), True, key=lambda n: not fits(with_count(n)))
+    return with_count(first_too_many)

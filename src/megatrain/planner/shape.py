@@ -1,0 +1,115 @@
+"""What the planner knows of a model: element counts and costs of its units, from its config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from megatrain.models.build import build_meta_model
+from megatrain.models.structure import Structure, take_apart
+from megatrain.models.templates import template_groups
+from megatrain.planner.trace import LayerCost, layer_arguments, trace_layer
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal language model as the planner sees it.
+
+    Attributes:
+        name: For people.
+        embedding, head: Elements of the edge units, padding included. A tied head is a final norm, or nothing.
+        layers: Elements of each layer.
+        groups: Template group of each layer.
+        costs: What a layer of each group computes and saves, in bf16.
+        hidden: Width of the hidden states.
+        vocabulary: Rows of embedding and head.
+        tied: Whether embedding and head are one tensor.
+    """
+
+    name: str
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+    groups: tuple[int, ...]
+    costs: tuple[LayerCost, ...]
+    hidden: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        return self.embedding + sum(self.layers) + self.head
+
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def unit_elements(self) -> dict[str, int]:
+        """Elements of each unit by name, in forward order."""
+        layers = {f"layer.{i}": elements for i, elements in enumerate(self.layers)}
+        return {"embedding": self.embedding, **layers, "head": self.head}
+
+    @property
+    def head_matrix(self) -> int:
+        """Elements of the matrix that makes logits."""
+        return self.vocabulary * self.hidden
+
+    def cost(self, layer: int) -> LayerCost:
+        return self.costs[self.groups[layer]]
+
+    def forward_flops(self, tokens: int) -> float:
+        """FLOPs of a forward per token, head included, in rows of `tokens` tokens."""
+        layers = sum(
+            self.cost(i).product_flops.at(tokens) + self.cost(i).attention_flops.at(tokens) for i in range(self.depth)
+        )
+        return layers + 2.0 * self.head_matrix
+
+
+def shape_of(
+    config: PreTrainedConfig,
+    *,
+    name: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape:
+    """The shape of a model from its config; builds it on meta and reads no weights.
+
+    Raises:
+        UserError: The model cannot be built or has no layer stack that could be streamed.
+    """
+    model = build_meta_model(
+        config,
+        compute_dtype=torch.bfloat16,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    return shape_of_structure(take_apart(model), name or str(config.model_type))
+
+
+def shape_of_structure(structure: Structure, name: str) -> ModelShape:
+    """The shape of a model that was built on meta for bf16 compute and taken apart."""
+    config: Any = structure.model.config
+    text = config.get_text_config()
+    groups = template_groups(list(structure.layer_stack()))
+    buffers = dict(structure.model.named_buffers())
+
+    def arguments(length: int) -> Any:
+        return layer_arguments(structure, torch.zeros((1, length), dtype=torch.int64), buffers)
+
+    costs = [trace_layer(structure, structure.layers[groups.index(group)], arguments) for group in sorted(set(groups))]
+    return ModelShape(
+        name=name,
+        embedding=structure.embedding.layout.numel,
+        layers=tuple(unit.layout.numel for unit in structure.layers),
+        head=structure.head.layout.numel,
+        groups=tuple(groups),
+        costs=tuple(costs),
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        tied=any(not alias.startswith(structure.base_name + ".") for alias in structure.tied),
+    )

@@ -1,0 +1,149 @@
+"""The checkpoints of a run as it goes: when they are written, what is said of them, and what happens when one fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.schema import CheckpointConfig
+from megatrain.errors import UserError
+from megatrain.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 10.0
+"""A save that takes longer says how far it is, this often."""
+GIB = 1 << 30
+
+
+class RunSaves:
+    """Saves one run's engine into the run's folder.
+
+    The end of a save (`latest`, the removal of old checkpoints, its line in the log) happens in the thread that writes it: it
+    belongs to the save, and removing a large checkpoint takes a while. `checkpoint` and `saved_step` are set there too.
+
+    Args:
+        engine: Has `save`, `wait_saved` and `cancel_save` as `HostEngine`.
+        folder: The run's.
+        config: When and how.
+        extra: Gives what to keep with a checkpoint.
+        step, checkpoint: Where the run starts from.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        folder: RunFolder,
+        config: CheckpointConfig,
+        extra: Callable[[], dict[str, Any]],
+        step: int,
+        checkpoint: Path | None,
+    ):
+        self._engine, self._folder, self._config, self._extra = engine, folder, config, extra
+        self.saved_step, self.checkpoint = step, checkpoint
+        self._running: Any = None
+        self._running_step = step
+        self._said_s = 0.0
+        self._lock = threading.Lock()
+
+    def save(self, step: int) -> None:
+        """Save after a step; in the background if the run is configured so. A failure ends the run or is a warning."""
+        if step in (self.saved_step, self._running_step):
+            return
+        if self._running is not None and not self._running.done():
+            logger.warning(
+                "step %d is due to be saved while step %d is still being written: training waits for the disk "
+                "(a larger checkpoint.every_steps avoids it)", step, self._running_step
+            )  # fmt: skip
+        target = self._folder.checkpoint(step)
+        self._attempt(target, lambda: self._start(target, step, wait=not self._config.background))
+
+    def save_weights(self, step: int) -> None:
+        """Write the weights alone, for evaluation elsewhere."""
+        target = self._folder.weights / self._folder.checkpoint(step).name
+
+        def write() -> None:
+            self._engine.save(
+                target, weights_only=True, wait=not self._config.background, on_error=self._config.on_error
+            )
+
+        self._attempt(target, write)
+
+    def _attempt(self, target: Path, start: Callable[[], None]) -> None:
+        try:
+            start()
+        except UserError as error:
+            if self._config.on_error == "stop":
+                raise
+            logger.warning("%s was not saved, training goes on: %s", target, error)
+
+    def _start(self, target: Path, step: int, *, wait: bool) -> None:
+        if target.exists():
+            raise UserError("exists already; nothing is overwritten", str(target), "move it away")
+        started = time.perf_counter()
+        self._running_step, self._said_s = step, started
+        buffer = self._config.buffer_gib
+        self._running = self._engine.save(
+            target,
+            extra=self._extra(),
+            wait=wait,
+            on_error=self._config.on_error,
+            buffer_bytes=None if buffer == "auto" else int(buffer * GIB),
+            then=lambda: self._ended(target, step, started),
+        )
+
+    def _ended(self, target: Path, step: int, started: float) -> None:
+        """In the writer's thread: the checkpoint is whole and was read back."""
+        self._folder.mark_latest(target)
+        with self._lock:
+            self.saved_step, self.checkpoint = step, target
+        self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
+        logger.info("step %d: saved %s in %.1f s", step, target, time.perf_counter() - started)
+
+    def report(self) -> None:
+        """After a step: say how far a long save is, and how it went when it has ended."""
+        if self._running is None:
+            return
+        progress = self._running.progress()
+        if self._running.done():
+            self._running = None
+            if progress.waited_s >= 0.05:
+                logger.info(
+                    "step %d: updates waited %.1f s for its save (checkpoint.buffer_gib lets them wait less)",
+                    self._running_step, progress.waited_s,
+                )  # fmt: skip
+        elif time.perf_counter() - self._said_s >= PROGRESS_EVERY_S:
+            self._said_s = time.perf_counter()
+            logger.info(
+                "step %d: %.0f%% saved, %.2f GiB/s, %.0f s left, updates waited %.1f s",
+                self._running_step,
+                100 * min(1.0, progress.written_bytes / max(progress.total_bytes, 1)),
+                progress.bytes_per_s / GIB,
+                progress.left_s,
+                progress.waited_s,
+            )
+
+    def settle(self) -> None:
+        """Wait for the save in progress. Its failure ends the run or is a warning."""
+        self._engine.wait_saved()
+        self.report()
+
+    def finish(self, step: int) -> None:
+        """The last save of a process: the state of `step` is on the disk when this returns.
+
+        Raises:
+            UserError: It could not be saved, whatever `checkpoint.on_error` says: there is nothing to go on with.
+        """
+        self.settle()
+        if step != self.saved_step:
+            self._start(self._folder.checkpoint(step), step, wait=True)
+            self.report()
+
+    def went_back(self, step: int, checkpoint: Path) -> None:
+        """The run goes on from an older checkpoint."""
+        self.saved_step = self._running_step = step
+        self.checkpoint = checkpoint

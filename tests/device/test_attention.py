@@ -1,0 +1,32 @@
+"""Choosing an attention kernel changes speed, not results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatrain.device.attention import CANDIDATES, fastest_attention, measured_backends
+
+
+def attend() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 16, generator=generator) for _ in range(3))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("order", [(), (SDPBackend.FLASH_ATTENTION,), CANDIDATES], ids=["none", "flash", "all"])
+def test_an_order_of_backends_leaves_a_way_for_every_call(order: tuple[SDPBackend, ...]) -> None:
+    want = attend()
+    with fastest_attention(order):
+        torch.testing.assert_close(attend(), want)
+    torch.testing.assert_close(attend(), want)
+
+
+@pytest.mark.gpu
+def test_backends_are_measured_and_sorted() -> None:
+    found = measured_backends(4, 2, 64, 256, torch.bfloat16, torch.device("cuda", 0))
+    assert found
+    times = [milliseconds for _, milliseconds in found]
+    assert times == sorted(times)
+    assert times[0] > 0

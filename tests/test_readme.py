@@ -1,0 +1,190 @@
+"""What README and examples promise: every command runs, every config loads, every path is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.config.load import load_config
+from tiny_run import write_chats, write_model, write_texts
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+MODEL = "models/SmolLM2-135M-Instruct"
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language]
+
+
+def commands(program: str) -> list[str]:
+    """The lines of the shell blocks that call a program, in their order."""
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if program in line.partition("#")[0].split()]
+
+
+def command_not_covered() -> list[str]:
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    covered = {line for program in ("megatrain", "make", "pip") for line in commands(program)}
+    return [line for line in lines if line not in covered]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model and the data that README talks about, in small."""
+    folder = tmp_path_factory.mktemp("readme")
+    write_model(folder / MODEL, max_position_embeddings=2048)
+    (folder / "data").mkdir()
+    write_chats(folder / "data" / "chat.jsonl", 150)
+    (yaml,) = blocks("yaml")
+    (folder / "my.yaml").write_text(yaml, encoding="utf-8")
+    return folder
+
+
+def shell(script: str, place: Path) -> str:
+    """Run a bash script in `place`, with `megatrain` and `python` those under test. Returns its output."""
+    prelude = 'set -euo pipefail\nmegatrain() { "$PYTHON" -m megatrain "$@"; }\n'
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(place / "cache"),
+        "HOME": str(place),  # the tokenised cache is written below it
+    }
+    done = subprocess.run(
+        ["bash", "-c", prelude + script], cwd=place, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_every_command_of_the_readme_is_run_by_a_test_here() -> None:
+    assert len(commands("megatrain")) >= 7
+    assert command_not_covered() == []
+
+
+def test_the_commands_of_the_readme_run_in_their_order(place: Path) -> None:
+    shown = shell("\n".join(commands("megatrain")), place)
+    assert shown.count("all checks passed") >= 1
+    assert "validation loss" in shown
+    run = place / "runs" / "chat"
+    layout = next(text for name, text in BLOCKS if name == "" and text.startswith("runs/chat/"))
+    named = re.findall(r"^  (\S+)(?:  (\S+\.png))?  ", layout, flags=re.MULTILINE)
+    for name in filter(None, sum(named, ())):
+        there = name.replace("step_000100/", (run / "checkpoints" / "latest").read_text().strip())
+        assert (run / there).exists(), f"README shows {name} in a run's folder"
+    assert (place / "runs" / "other" / "checkpoints" / "latest").is_file()
+    assert not (place / "runs" / "next").exists(), "`check` makes no run folder"
+
+
+def test_the_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    loaded = names["model"]
+    assert isinstance(loaded, torch.nn.Module)
+    start = AutoModelForCausalLM.from_pretrained(place / MODEL)
+    moved = [not torch.equal(new, old) for new, old in zip(loaded.parameters(), start.parameters(), strict=True)]
+    assert any(moved)
+
+
+@pytest.mark.parametrize("line", commands("make") + ["make test", "make venv", "make lint", "make test-gpu"])
+def test_make_has_the_targets_that_the_readme_names(line: str) -> None:
+    done = subprocess.run([*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pip_lines_name_files_that_are_there() -> None:
+    lines = commands("pip")
+    assert lines
+    for line in lines:
+        words = line.split()
+        assert (ROOT / words[words.index("-c") + 1]).is_file()
+        assert (ROOT / words[-1] / "pyproject.toml").is_file()
+
+
+def test_ci_runs_tests_and_demo_through_make() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for target in ("lint", "test", "demo"):
+        assert f"make {target}\n" in script
+
+
+def test_links_and_the_tree_of_the_readme_are_there() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    missing = [link for link in links if not (ROOT / link).exists()]
+    tree = next(text for name, text in BLOCKS if name == "" and text.startswith("src/megatrain/"))
+    for line in tree.splitlines():
+        name = line.split()[0]
+        path = ROOT / "src" / "megatrain" / name if line.startswith("  ") else ROOT / name
+        missing += [str(path)] if not path.exists() else []
+    assert missing == []
+
+
+def test_the_tree_of_the_readme_leaves_no_package_out() -> None:
+    packages = sorted(path.parent.name for path in (ROOT / "src" / "megatrain").glob("*/__init__.py"))
+    assert [name for name in packages if f"  {name}/ " not in README] == []
+
+
+def test_six_files_lead_to_the_hot_loop() -> None:
+    listed = re.findall(r"^\d\. \[\S+\]\((\S+)\)", README, flags=re.MULTILINE)
+    assert len(listed) == 6
+    assert "src/megatrain/executor/step.py" in listed[:2]
+    assert "def gradients(self" in (ROOT / "src/megatrain/executor/step.py").read_text(encoding="utf-8")
+
+
+# ---- configs that are shipped
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    run = load_config(path)
+    assert run.run.dir == f"runs/{path.stem}", "examples do not write into each other's folders"
+    assert run.batch.tokens_per_step % run.data.max_tokens == 0
+
+
+SMALL = ["--batch.tokens_per_step=512", "--data.max_tokens=256", "--schedule.epochs=null", "--schedule.steps=2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("finetune-chat", ["--eval.every_steps=1"]),
+        ("pretrain-text", ["--schedule.warmup_steps=1"]),
+    ],
+)
+def test_every_shipped_config_trains_in_small(
+    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the files it names, and a step of a few hundred tokens."""
+    from megatrain.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "models" / "my-chat-model")
+    write_model(tmp_path / "models" / "my-config", weights=False)
+    for folder in ("more", "books", "code/package"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    write_chats(tmp_path / "data" / "chat.jsonl", 200)
+    write_chats(tmp_path / "data" / "more" / "chats.jsonl", 20, seed=3)
+    (tmp_path / "data" / "books" / "one.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "data" / "code" / "package" / "module.py").write_text("answer = 42\n" * 50)
+    write_texts(tmp_path / "data" / "held-out.jsonl", 5)
+    cache = ["--data.cache_dir=cache", "--run.threads=1", "--run.device=cpu"]
+    assert main(["train", str(ROOT / "examples" / f"{name}.yaml"), *SMALL, *words, *cache]) == 0
+    assert (tmp_path / "runs" / name / "checkpoints" / "latest").read_text() == "step_000002\n"
+
+
+def test_no_shipped_config_is_left_out_of_the_small_runs() -> None:
+    assert [path.stem for path in EXAMPLES] == ["finetune-chat", "pretrain-text"]

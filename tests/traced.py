@@ -1,0 +1,64 @@
+"""Streams of a machine that does not exist: what is queued and what waits for what is written down, in order.
+
+The CPU runs everything at once, so the order of events cannot be seen in results there. It can be seen in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatrain.device.streams import Event, Streams
+
+
+class TracedEvent:
+    """An event that writes down who records it and who waits for it."""
+
+    def __init__(self, name: str, log: list[str]):
+        self.name, self._log = name, log
+
+    def record(self, stream: Any = None) -> None:
+        self._log.append(f"record {self.name}")
+
+    def synchronize(self) -> None:
+        self._log.append(f"host waits for {self.name}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class TracedStreams(Streams):
+    """Streams of the CPU that keep a log."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log: list[str] = []
+        self._made = 0
+
+    def event(self) -> Event:
+        self._made += 1
+        return TracedEvent(f"event {self._made}", self.log)
+
+    def name(self, **events: Any) -> None:
+        for name, event in events.items():
+            event.name = name
+
+    def taken(self) -> list[str]:
+        """The log since the last call."""
+        log, self.log[:] = list(self.log), []
+        return log
+
+    def compute_waits(self, event: Event) -> None:
+        self.log.append(f"compute waits for {event}")
+
+    def mark_compute(self, event: Event) -> None:
+        self.log.append(f"compute records {event}")
+
+    @contextlib.contextmanager
+    def _on(self, name: str, after: Event, done: Event) -> Iterator[None]:
+        self.log.append(f"{name} waits for {after}")
+        yield
+        self.log.append(f"{name} records {done}")
