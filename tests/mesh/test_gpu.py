@@ -1,4 +1,4 @@
-"""One CUDA device: the mesh engine at world size 1 follows the host engine, and every schedule's code runs on NCCL."""
+"""One CUDA device: the mesh engine at world size 1 follows the host engine, which computes the same steps on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_losses_overlay_the_host_engines(name, recompute):
     family = families.BY_NAME[name]
     model = families.build(family, seed=1, tie=True)
     batches = [families.batch(family, seed=s, rows=8, tokens=32, kind="packed") for s in range(6)]
-    with HostEngine(model, device="cuda", compute_dtype="bf16", optim=OPTIM) as host:
+    with HostEngine(model, device="cpu", compute_dtype="bf16", optim=OPTIM) as host:
         want = [host.train_step(batch) for batch in batches]
     with MeshEngine(model, Layout(microbatches=2), device="cuda", optim=OPTIM, recompute=recompute) as mesh:
         got = [mesh.train_step(batch) for batch in batches]

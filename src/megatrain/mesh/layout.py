@@ -18,8 +18,19 @@ from typing import Any
 
 from megatrain.errors import UserError
 
-TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "colwise_gather_output"})
-"""The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates."""
+TENSOR_STYLES = frozenset(
+    {"colwise", "rowwise", "replicated_with_grad_allreduce", "colwise_gather_output", "embedding_rowwise"}
+)
+"""The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates. Some releases add the embedding's to the plan of a
+tied model; embedding and head are split by vocabulary in any case."""
+
+TENSOR_FAMILIES = frozenset(
+    "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5".split()
+)
+"""Model types whose gradients under tensor parallel are part of the test suite."""
+
+CONTEXT_FAMILIES = TENSOR_FAMILIES | frozenset({"qwen3_moe", "mixtral", "olmo2"})
+"""Model types whose gradients under context parallel are part of the test suite."""
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 """The `layer_types` whose attention context parallel computes."""
@@ -289,6 +300,8 @@ class Layout:
                 "all-reduces a layer; set sequence: true"
             )
         plan = getattr(config, "base_model_tp_plan", None)
+        if config.model_type not in TENSOR_FAMILIES:
+            yield _unproven(config.model_type, "tensor", TENSOR_FAMILIES)
         if not plan:
             yield f"{config.model_type} has no tensor-parallel plan in transformers; tensor 1 would fit"
         else:
@@ -306,6 +319,8 @@ class Layout:
     def _context_problems(self, config: Any) -> Iterator[str]:
         if self.context == 1:
             return
+        if config.model_type not in CONTEXT_FAMILIES:
+            yield _unproven(config.model_type, "context", CONTEXT_FAMILIES)
         unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS)
         if unknown:
             yield f"context parallel cannot split layers of kind {', '.join(unknown)}; context 1 would fit"
@@ -370,6 +385,10 @@ def zigzag(tokens: int, parts: int) -> list[list[int]]:
     size = tokens // (2 * parts)
     chunks = [list(range(c * size, (c + 1) * size)) for c in range(2 * parts)]
     return [chunks[r] + chunks[2 * parts - 1 - r] for r in range(parts)]
+
+
+def _unproven(model_type: str, dimension: str, proven: frozenset[str]) -> str:
+    return f"{model_type} has not been proven with {dimension} parallel; {dimension} 1 would fit (proven: {', '.join(sorted(proven))})"
 
 
 def _within(value: int, bounds: tuple[int, int | None]) -> bool:

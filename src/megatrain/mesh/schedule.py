@@ -41,6 +41,13 @@ Microbatches = Sequence[dict[str, torch.Tensor]]
 """Per microbatch: `input_ids`, `labels` (B, L) and, for all or none of them, `position_ids`, `documents`."""
 
 
+class _TorchStage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 and 2.12 exchange a number with the neighbouring stages first, to set up NCCL's communicators. Where stages
+        # run down the ranks and up again the neighbour may be this very rank, and gloo, which has nothing to set up, refuses.
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+
+
 class Runner:
     """Runs the local stages of a pipeline.
 
@@ -153,7 +160,7 @@ class Runner:
         ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         loss_dtype = torch.float64 if self._hidden_dtype == torch.float64 else torch.float32
         loss = torch.empty((1,), dtype=loss_dtype, device="meta", requires_grad=True)
-        return PipelineStage(
+        return _TorchStage(
             stage,
             stage.part.index,
             stage.part.count,
