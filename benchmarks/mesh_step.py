@@ -84,7 +84,8 @@ def report(name: str, engine: Any, batches: list[dict[str, torch.Tensor]], start
         flops = (6 * parameters + attention) * rows * tokens
         line = {
             "engine": name, "step": number, "loss": round(result.loss, 5), "grad_norm": round(result.grad_norm, 4),
-            "step_s": round(step_s, 3), "tokens_per_s": round(rows * tokens / step_s), "model_tflops": round(flops / step_s / 1e12, 1),
+            "step_s": round(step_s, 3), "tokens_per_s": round(rows * tokens / step_s),
+            "model_tflops": round(flops / step_s / 1e12, 1),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "start_s": round(start_s, 1),
         }  # fmt: skip
         print(json.dumps(line), flush=True)

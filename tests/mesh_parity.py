@@ -28,8 +28,8 @@ TOLERANCE = 1e-12
 ROWS, TOKENS, STEPS = 7, 15, 3  # odd: rows and tokens are padded in most layouts
 LEARNING_RATE, CLIP = 1e-2, 0.1  # norms are about 1: the clip is active in every step
 EPS = 1e-6
-"""Of AdamW. It divides by the root of the second moment: with eps 1e-8 an element whose gradient is pure rounding noise (a key bias,
-zero mathematically) or happens to be very small shows its noise in the weights."""
+"""Of AdamW. It divides by the root of the second moment: with eps 1e-8 an element whose gradient is pure rounding noise (a key
+bias, zero mathematically) or happens to be very small shows its noise in the weights."""
 
 
 @dataclass(frozen=True)

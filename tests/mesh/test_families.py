@@ -10,15 +10,9 @@ from mesh_cases import Case
 from mesh_parity import differences, on_ranks, plain
 
 
-@pytest.mark.parametrize("family", sorted(TENSOR_FAMILIES & CONTEXT_FAMILIES))
+@pytest.mark.parametrize("family", sorted(TENSOR_FAMILIES))
 def test_tensor_and_context_parallel_compute_the_family(family):
     case = Case(family, Layout(tensor=2, context=2, shard=1), 4, tied=True, kind="packed")
-    assert not differences(on_ranks(case), plain(case))
-
-
-@pytest.mark.parametrize("family", sorted(TENSOR_FAMILIES - CONTEXT_FAMILIES))
-def test_tensor_parallel_computes_the_family(family):
-    case = Case(family, Layout(tensor=2, shard=1), 4, tied=True, kind="packed")
     assert not differences(on_ranks(case), plain(case))
 
 

@@ -21,8 +21,8 @@ from megatrain.errors import UserError
 TENSOR_STYLES = frozenset(
     {"colwise", "rowwise", "replicated_with_grad_allreduce", "colwise_gather_output", "embedding_rowwise"}
 )
-"""The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates. Some releases add the embedding's to the plan of a
-tied model; embedding and head are split by vocabulary in any case."""
+"""The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates. Some releases add the embedding's to the plan of
+a tied model; embedding and head are split by vocabulary in any case."""
 
 TENSOR_FAMILIES = frozenset(
     "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5".split()
@@ -388,7 +388,8 @@ def zigzag(tokens: int, parts: int) -> list[list[int]]:
 
 
 def _unproven(model_type: str, dimension: str, proven: frozenset[str]) -> str:
-    return f"{model_type} has not been proven with {dimension} parallel; {dimension} 1 would fit (proven: {', '.join(sorted(proven))})"
+    names = ", ".join(sorted(proven))
+    return f"{model_type} has not been proven with {dimension} parallel; {dimension} 1 would fit (proven: {names})"
 
 
 def _within(value: int, bounds: tuple[int, int | None]) -> bool:
