@@ -21,7 +21,7 @@ from megatrain.errors import UserError
 TENSOR_STYLES = frozenset(
     {"colwise", "rowwise", "replicated_with_grad_allreduce", "colwise_gather_output", "embedding_rowwise"}
 )
-"""The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates. Some releases add the embedding's to the plan of
+"""The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates. Some releases add the embedding to the plan of
 a tied model; embedding and head are split by vocabulary in any case."""
 
 TENSOR_FAMILIES = frozenset(
