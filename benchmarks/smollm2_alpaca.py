@@ -107,7 +107,9 @@ def main(model: str, data: str, run_dir: str, overrides: list[str]) -> None:
     train_s = time.perf_counter() - start
     assert summary.first_loss is not None and summary.checkpoint is not None
     difference = abs(summary.first_loss - plain_first) / plain_first
-    print(f"first training loss {summary.first_loss:.7f}, plain transformers {plain_first:.7f}: {difference:.1e} relative")
+    print(
+        f"first training loss {summary.first_loss:.7f}, plain transformers {plain_first:.7f}: {difference:.1e} relative"
+    )
     assert difference <= LOSS_TOLERANCE, f"the first loss differs from plain transformers by {difference:.1e}"
 
     print("plain transformers, after", flush=True)

@@ -22,17 +22,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 import megatrain as mt
 from megatrain.metrics.record import read_records
 
-STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"]) / "*.py"
-VOCABULARY = 4096
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+TRAIN_TEXT, HELD_OUT_TEXT = STANDARD_LIBRARY / "*.py", STANDARD_LIBRARY / "json" / "*.py"
+VOCABULARY = 2048
 ROW_TOKENS = 256
 PROMPT = "def read_lines(self, "
 SAMPLE_TOKENS = 120
 
 RUN_YAML = """\
 model:    {{path: {folder}/model, init: random}}
-data:     {{train: "{text}", val: {{fraction: 0.05}}, max_tokens: {row_tokens}, cache_dir: {folder}/tokens}}
+data:     {{train: "{text}", val: "{held_out}", max_tokens: {row_tokens}, cache_dir: {folder}/tokens}}
 batch:    {{tokens_per_step: {step_tokens}}}
-optim:    {{learning_rate: 4e-3, weight_decay: 0.1, betas: [0.9, 0.95]}}
+optim:    {{learning_rate: 3e-3, weight_decay: 0.1, betas: [0.9, 0.95]}}
 schedule: {{kind: cosine, warmup_ratio: 0.1, min_lr_ratio: 0.05, steps: {steps}}}
 eval:     {{at_start: true}}
 run:      {{dir: {folder}/run, seed: 0}}
@@ -41,7 +42,9 @@ run:      {{dir: {folder}/run, seed: 0}}
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = _arguments(words)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # tokenizers warns where a process forks after its threads ran
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "true"
+    )  # tokenizers warns where a process forks after its threads ran
     start = time.perf_counter()
     folder = _new_folder(arguments.dir)
     _say(f"a tokenizer of {VOCABULARY} tokens and a model without weights, in {folder}/model")
@@ -51,6 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
         RUN_YAML.format(
             folder=folder,
             text=arguments.text,
+            held_out=HELD_OUT_TEXT,
             row_tokens=ROW_TOKENS,
             step_tokens=arguments.rows_per_step * ROW_TOKENS,
             steps=arguments.steps,
@@ -96,7 +100,7 @@ def write_model(folder: Path, text: str) -> None:
         vocab_size=VOCABULARY,  # of a short text the BPE learns fewer tokens; the rest of the rows is then unused
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -128,9 +132,9 @@ def sample(checkpoint: Path) -> str:
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A small model from nothing to a sample, in about two minutes.")
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where a new numbered folder is made")
-    parser.add_argument("--text", default=str(STANDARD_LIBRARY), help="a glob in one folder; every file is read as text")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens")
+    parser.add_argument("--text", default=str(TRAIN_TEXT), help="a glob in one folder; every file is read as text")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows-per-step", type=int, default=8, help=f"rows of {ROW_TOKENS} tokens")
     return parser.parse_args(words)
 
 

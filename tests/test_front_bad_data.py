@@ -139,7 +139,13 @@ BAD = [
     Bad("text of another type", "a.jsonl", _jsonl({"text": 5}), "a.jsonl:1", "text is not a string: a.jsonl:1 (int)"),
     Bad("no messages", "a.jsonl", _jsonl(GOOD, _chat()), "a.jsonl:2", "no messages"),
     Bad("messages that are text", "a.jsonl", _jsonl(GOOD, {"messages": "hi"}), "a.jsonl:2", "messages is not a list"),
-    Bad("a message that is text", "a.jsonl", _jsonl(GOOD, {"messages": ["hi"]}), "a.jsonl:2", "not an object: a.jsonl:2 (str)"),
+    Bad(
+        "a message that is text",
+        "a.jsonl",
+        _jsonl(GOOD, {"messages": ["hi"]}),
+        "a.jsonl:2",
+        "not an object: a.jsonl:2 (str)",
+    ),
     Bad("an unknown role", "a.jsonl", _jsonl(_chat(("narrator", "x"))), "a.jsonl:1", "unknown role 'narrator'"),
     Bad("no role", "a.jsonl", _jsonl({"messages": [{"content": "x"}]}), "a.jsonl:1", "unknown role None"),
     Bad(
@@ -151,7 +157,13 @@ BAD = [
     ),
     Bad("no answer", "a.jsonl", _jsonl(_chat(("user", "a"))), "a.jsonl:1", "no assistant message"),
     Bad("answer first", "a.jsonl", _jsonl(_chat(("assistant", "a"))), "a.jsonl:1", "the assistant speaks first"),
-    Bad("content that is a number", "a.jsonl", _jsonl(_chat(("user", 3))), "a.jsonl:1", "content is not text: a.jsonl:1 (int)"),
+    Bad(
+        "content that is a number",
+        "a.jsonl",
+        _jsonl(_chat(("user", 3))),
+        "a.jsonl:1",
+        "content is not text: a.jsonl:1 (int)",
+    ),
     Bad(
         "a picture",
         "a.jsonl",

@@ -116,7 +116,7 @@ def test_an_existing_file_is_never_overwritten(files: Path, capsys: pytest.Captu
 
 def test_keys_do_not_belong_to_init(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(files / "model"), str(files / "chats.jsonl"), "--data.max_tokens=9"]) == 2
-    assert "init takes no keys" in capsys.readouterr().err
+    assert "init takes no keys of a config" in capsys.readouterr().err
 
 
 # ---- choices

@@ -73,7 +73,7 @@ def test_the_rows_are_several_documents_long(rows: tuple[PackedRows, PackedRows]
     assert packed.stats.samples == alone.stats.samples == len(alone) == 24
     assert packed.stats.targets == alone.stats.targets
     assert len(packed) < 12
-    assert len({length for length in batch_of(alone)["attention_mask"].sum(1).tolist()}) > 5
+    assert len(set(batch_of(alone)["attention_mask"].sum(1).tolist())) > 5
 
 
 @pytest.mark.parametrize("family", PACKED, ids=str)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megatrain.errors import PlanRefused as PlanRefused
     from megatrain.errors import UserError as UserError
     from megatrain.evaluate import evaluate as evaluate
-    from megatrain.executor.engine import EvalResult as EvalResult
     from megatrain.executor.engine import HostEngine as HostEngine
-    from megatrain.executor.engine import StepResult as StepResult
+    from megatrain.executor.results import EvalResult as EvalResult
+    from megatrain.executor.results import StepResult as StepResult
     from megatrain.optim.adamw import AdamW as AdamW
     from megatrain.optim.adamw import ParamGroup as ParamGroup
     from megatrain.train import train as train
@@ -33,14 +33,14 @@ __version__ = "0.1.0"
 _HOME = {
     "AdamW": "megatrain.optim.adamw",
     "EngineClosed": "megatrain.errors",
-    "EvalResult": "megatrain.executor.engine",
+    "EvalResult": "megatrain.executor.results",
     "HostEngine": "megatrain.executor.engine",
     "MegatrainError": "megatrain.errors",
     "NumericStop": "megatrain.errors",
     "ParamGroup": "megatrain.optim.adamw",
     "PlanRefused": "megatrain.errors",
     "RunConfig": "megatrain.config.schema",
-    "StepResult": "megatrain.executor.engine",
+    "StepResult": "megatrain.executor.results",
     "UserError": "megatrain.errors",
     "check": "megatrain.check",
     "evaluate": "megatrain.evaluate",

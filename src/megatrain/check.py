@@ -329,16 +329,16 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
     """Config and structure of the model, built without storage."""
     import torch
 
-    from megatrain.executor.engine import _compute_dtype, _device
     from megatrain.executor.gate import verify_family, verify_packing
+    from megatrain.executor.settings import compute_dtype_of, device_of
     from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
     from megatrain.models.structure import take_apart
     from megatrain.optim.adamw import unmatched_groups
 
     folder = find_model_folder(run.model.path)
     config = load_model_config(folder, run.model.trust_remote_code)
-    device = _device(run.run.device)
-    dtype = _compute_dtype(run.precision.compute_dtype, device)
+    device = device_of(run.run.device)
+    dtype = compute_dtype_of(run.precision.compute_dtype, device)
     model = build_meta_model(
         config,
         compute_dtype=dtype,
@@ -459,7 +459,7 @@ def _find_data_files(run: RunConfig, problems: Problems) -> None:
     for name, sources in (("data.train", run.data.train), ("data.val.sources", val)):
         for number, source in enumerate(sources):
             with problems.collect():
-                find_files(source.path, f"{name}[{number}].path")
+                find_files(source.path, f"{name}[{number}].path", subset=source.subset, split=source.split)
 
 
 def _look_at_schedule(run: RunConfig, data: _Data | None, log: Callable[[str], None]) -> _Schedule:

@@ -1,4 +1,4 @@
-"""The command line: `megatrain train|check|data|eval RUN.yaml [--section.key value ...]`, and commands of their own form.
+"""The command line: `megatrain train|check|plan|data|eval RUN.yaml [--section.key value ...]`, and commands of their own form.
 
 Each command parses its words and calls one public function. Imports of torch and transformers wait until a command needs
 them. Exit codes: 0 done, 2 user error, 3 the run does not fit the machine, 4 numeric stop, 130 interrupted. An error of
@@ -39,12 +39,20 @@ def _run(words: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if unknown:
         raise _unknown_argument(unknown[0])
-    if arguments.command == "init":
+    if arguments.command in ("export", "verify"):
         if overrides:
-            raise UserError("init takes no keys", overrides[0].flag, "change them in the file that it writes")
-        from megatrain.init_config import init_config
-
-        init_config(arguments.model, arguments.data, arguments.out)
+            raise UserError(f"{arguments.command} takes no keys of a config", overrides[0].flag)
+        _on_a_checkpoint(arguments)
+        return 0
+    if arguments.command in ("init", "plot", "monitor"):
+        if overrides:
+            raise UserError(f"{arguments.command} takes no keys of a config", overrides[0].flag)
+        _without_a_config(arguments)
+        return 0
+    if arguments.command in ("doctor", "bench"):
+        if overrides:
+            raise UserError(f"{arguments.command} takes no keys", overrides[0].flag, "they belong to RUN.yaml")
+        (_doctor if arguments.command == "doctor" else _bench)(arguments)
         return 0
     run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
     match arguments.command:
@@ -56,6 +64,12 @@ def _run(words: list[str]) -> int:
             from megatrain.check import check
 
             check(run, resume=arguments.resume)
+        case "plan":
+            from megatrain.planner.report import plan_json, plan_text
+            from megatrain.planner.run import plan_run
+
+            made = plan_run(run, machine_file=arguments.machine)
+            _say(plan_json(made) if arguments.json else plan_text(made))
         case "eval":
             from megatrain.evaluate import evaluate_run
 
@@ -65,6 +79,111 @@ def _run(words: list[str]) -> int:
 
             inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
     return 0
+
+
+def _on_a_checkpoint(arguments: argparse.Namespace) -> None:
+    """The commands that need a checkpoint and no config."""
+    from megatrain.checkpoint.export import export, verify
+    from megatrain.metrics.logger import RunLogger, quiet_libraries
+
+    quiet_libraries()
+    with RunLogger() as log:
+        if arguments.command == "export":
+            export(
+                arguments.checkpoint,
+                arguments.out,
+                dtype=arguments.dtype,
+                trust_remote_code=arguments.trust_remote_code,
+                say=log.info,
+            )
+        else:
+            verify(arguments.checkpoint, say=log.info)
+
+
+def _without_a_config(arguments: argparse.Namespace) -> None:
+    """The commands that make a config, or look at runs."""
+    match arguments.command:
+        case "init":
+            from megatrain.init_config import init_config
+
+            init_config(arguments.model, arguments.data, arguments.out)
+        case "plot":
+            from megatrain.metrics.compare import plot_runs
+            from megatrain.metrics.logger import RunLogger
+
+            with RunLogger() as log:
+                log.info("wrote " + " and ".join(map(str, plot_runs(arguments.runs, arguments.out, arguments.x))))
+        case "monitor":
+            from megatrain.monitor import monitor
+
+            monitor(arguments.run, every_s=arguments.every)
+
+
+def _say(text: str) -> None:
+    """A command's result; what a run says goes through the run logger instead."""
+    print(text, flush=True)  # noqa: T201
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from megatrain.machine.doctor import doctor
+
+    _say(doctor(arguments.device, again=arguments.again, form=arguments.form))
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from megatrain.bench import bench, engine_overrides, report_json
+
+    report = bench(
+        arguments.shape,
+        rows=arguments.rows,
+        tokens=arguments.tokens,
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        device=arguments.device,
+        device_gib=arguments.device_gib,
+        host_gib=arguments.host_gib,
+        machine_file=arguments.machine,
+        bounds=not arguments.no_bounds,
+        overrides=engine_overrides(arguments.option),
+        say=(lambda text: print(text, file=sys.stderr, flush=True)) if arguments.json else _say,  # noqa: T201
+    )
+    if arguments.json:
+        _say(report_json(report))
+
+
+def _add_machine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure this machine and say what is wrong with it",
+        description="Measure this machine and say what is wrong with it.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    doctor.add_argument("--again", action="store_true", help="measure again, whatever is in the cache")
+    form = doctor.add_mutually_exclusive_group()
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="the figures as JSON")
+    form.add_argument("--yaml", dest="form", action="store_const", const="yaml", help="the figures as a machine file")
+    doctor.set_defaults(form="text")
+    bench = commands.add_parser(
+        "bench",
+        help="training steps with random weights and tokens, beside the plan and the compute bounds",
+        description="Training steps with random weights and tokens, beside the plan and the compute bounds.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("--shape", required=True, help="qwen3-0.6b, -4b, -8b, -14b, -17b, ..., or a model folder")
+    bench.add_argument("--rows", type=_positive, required=True, metavar="N", help="rows of a step")
+    bench.add_argument("--tokens", type=_positive, required=True, metavar="N", help="tokens of a row")
+    bench.add_argument("--steps", type=_positive, default=6, metavar="N", help="steps that count (6)")
+    bench.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
+    bench.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    bench.add_argument("--device-gib", type=float, metavar="X", help="device memory that may be used")
+    bench.add_argument("--host-gib", type=float, metavar="X", help="host memory that may be used")
+    bench.add_argument("--machine", metavar="FILE", help="plan with these figures instead of measuring")
+    bench.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of HostEngine, instead of the plan's"
+    )
+    bench.add_argument("--no-bounds", action="store_true", help="leave the compute bounds out")
+    bench.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +207,23 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="the file to write (default: run.yaml)"
     )
+    what = "draw runs over each other, as a PNG and as one HTML file"
+    plot = commands.add_parser("plot", help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    plot.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run, or its metrics.jsonl")
+    plot.add_argument(
+        "--out", metavar="NAME", type=Path, default=Path("plot"), help="files to write, without suffix (default: plot)"
+    )
+    plot.add_argument(
+        "--x", choices=("step", "tokens", "hours"), default="step", help="what is drawn to the right (step)"
+    )
+    what = "watch a run from its files"
+    monitor = commands.add_parser(
+        "monitor", help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
+    )
+    monitor.add_argument("run", metavar="RUN", type=Path, help="the folder of the run")
+    monitor.add_argument(
+        "--every", metavar="N", type=_positive, default=2, help="seconds between two looks at the files (2)"
+    )
     train = _command(commands, "train", "train a model and write checkpoints that transformers loads as they are")
     check = _command(commands, "check", "look at everything that a run needs, without training")
     for command in (train, check):
@@ -109,10 +245,36 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="a checkpoint's folder, or any model folder; default: model.path",
     )
+    _add_checkpoint_commands(commands)
+    plan = _command(
+        commands, "plan", "what goes where, how a step is cut, and what that costs, before anything is allocated"
+    )
+    plan.add_argument("--machine", metavar="FILE", help="plan for the machine in this file (see docs/machines)")
+    plan.add_argument("--json", action="store_true", help="as JSON")
+    _add_machine_commands(commands)
     data = _command(commands, "data", "show what the data becomes: trained and masked tokens, lengths, rows, rejects")
     data.add_argument("--samples", metavar="N", type=_positive, default=3, help="samples shown of each source (3)")
     data.add_argument("--tokens", metavar="N", type=_positive, default=400, help="tokens shown of each sample (400)")
     return parser
+
+
+def _add_checkpoint_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    what = "write a plain Hugging Face folder from a checkpoint, and prove that it loads and computes the same"
+    export = commands.add_parser("export", help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    what = "compare every byte of a checkpoint with its checksum, and name what is damaged"
+    verify = commands.add_parser("verify", help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    for command in (export, verify):
+        command.add_argument(
+            "checkpoint",
+            metavar="RUN_OR_CHECKPOINT",
+            type=Path,
+            help="a checkpoint's folder, or a run's: its newest one",
+        )
+    export.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="default: that of the model that training began with"
+    )
+    export.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
 
 
 def _positive(word: str) -> int:

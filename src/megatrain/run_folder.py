@@ -20,7 +20,7 @@ import os
 import re
 from pathlib import Path
 
-from megatrain.checkpoint.files import remove_folder
+from megatrain.checkpoint.files import remove_folder, remove_leftovers
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.errors import UserError
 
@@ -51,6 +51,12 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
+
+    def tidy(self) -> None:
+        """Remove what a process that died was writing, or removing."""
+        for parent in (self.checkpoints, self.weights):
+            if parent.is_dir():
+                remove_leftovers(parent)
 
     def taken(self, signal: str) -> bool:
         """Whether the file `save` or `stop` is there; it is removed, so that it counts once."""

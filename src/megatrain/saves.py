@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0
 """A save that takes longer says how far it is, this often."""
+REPORTED_S = 1.0
+"""A save that took longer, or held updates up for longer, says so at its end."""
 GIB = 1 << 30
 
 
@@ -101,8 +103,8 @@ class RunSaves:
         self._folder.mark_latest(target)
         with self._lock:
             self.saved_step, self.checkpoint = step, target
-        self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
         logger.info("step %d: saved %s in %.1f s", step, target, time.perf_counter() - started)
+        self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
 
     def report(self) -> None:
         """After a step: say how far a long save is, and how it went when it has ended."""
@@ -111,11 +113,17 @@ class RunSaves:
         progress = self._running.progress()
         if self._running.done():
             self._running = None
-            if progress.waited_s >= 0.05:
+            held_up = progress.waited_s >= REPORTED_S
+            if held_up or progress.seconds >= REPORTED_S:
                 logger.info(
-                    "step %d: updates waited %.1f s for its save (checkpoint.buffer_gib lets them wait less)",
-                    self._running_step, progress.waited_s,
-                )  # fmt: skip
+                    "step %d: %.2f GiB written at %.2f GiB/s, read back in %.1f s; updates waited %.1f s for it%s",
+                    self._running_step,
+                    progress.written_bytes / GIB,
+                    progress.bytes_per_s / GIB,
+                    progress.read_back_s,
+                    progress.waited_s,
+                    " (a larger checkpoint.buffer_gib lets them wait less)" if held_up else "",
+                )
         elif time.perf_counter() - self._said_s >= PROGRESS_EVERY_S:
             self._said_s = time.perf_counter()
             logger.info(

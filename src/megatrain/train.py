@@ -34,6 +34,7 @@ from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
+from megatrain.metrics.trackers import Trackers
 from megatrain.resume import PastRates, changes, content_crc32, differences, refuse_changes, schedule_settings
 from megatrain.run_folder import RunFolder
 from megatrain.saves import RunSaves
@@ -104,6 +105,7 @@ def train(
             return TrainSummary(folder.path, past.step, total, None, None, None, prepared.start_from, stop.requested)
         folder.create()
         log.open_folder(folder.path)
+        folder.tidy()
         for signal in ("save", "stop"):
             if folder.taken(signal):
                 log.info(f"the file {signal} in {folder.path} is from before the start; removed")
@@ -237,7 +239,7 @@ class Loop:
         """Steps from `self.step` to the end, a stop, or a divergence."""
         self.folder.set_aside(after_step=self.step)
         plot = LossPlot(self.folder.plot, title=self.folder.path.name)
-        with MetricsWriter(self.folder.metrics, self.step) as metrics:
+        with MetricsWriter(self.folder.metrics, self.step) as metrics, self._open_trackers() as self.trackers:
             if metrics.dropped:
                 self.log.info(
                     f"metrics.jsonl: {metrics.dropped} records after step {self.step} removed; they come again"
@@ -365,6 +367,12 @@ class Loop:
     def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
         self.history.append(record)
         metrics.write(record)
+        self.trackers.write(record)
+
+    def _open_trackers(self) -> Trackers:
+        section = self.run_config.metrics
+        config = self.run_config.model_dump(mode="json")
+        return Trackers(section.trackers, self.folder.path, section.project, config, self.log.warning)
 
     def _go_back(self, diverged: Divergence) -> None:
         """Load the newest checkpoint from before a divergence, and leave out the data up to it.

@@ -108,6 +108,8 @@ def test_what_the_loader_refuses_does_not_fit_the_schema(config: dict[str, Any])
     assert not fits(config)
 
 
-@pytest.mark.parametrize("example", sorted((docs.FOLDER.parent / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example", sorted((docs.FOLDER.parent / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_the_examples_fit_the_schema(example: Path) -> None:
     assert fits(YAML(typ="safe", pure=True).load(example.read_text()))

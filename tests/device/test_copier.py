@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
-from traced import TracedStreams
 
 from megatrain.device.copier import DirectCopier, StagedCopier
 from megatrain.device.ring import Slot
 from megatrain.device.streams import Streams
+from traced import TracedStreams
 
 
 def source(seed: int, numel: int = 100) -> torch.Tensor:

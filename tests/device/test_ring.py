@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from traced import TracedStreams
 
 from megatrain.device.copier import DirectCopier
 from megatrain.device.ring import Slot, SlotState, WeightRing
 from megatrain.device.streams import Streams
+from traced import TracedStreams
 
 WEIGHTS = torch.arange(6, dtype=torch.bfloat16)
 

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from traced import TracedStreams
 
 from megatrain.device.slabs import BufferState, Slab, SlabPool, Staging
 from megatrain.device.streams import Streams
+from traced import TracedStreams
 
 CPU = torch.device("cpu")
 GRADIENT = torch.arange(4.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from families import BY_NAME, batch, build
 from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
+from megatrain.device.offload import InputStore
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import randomness
 from megatrain.executor.engine import HostEngine
@@ -127,9 +129,14 @@ def test_tiny_learning_rates_move_bf16_weights_as_fp32_would() -> None:
         weights = weights_of(engine)
     start = dict(model.named_parameters())
     name = "model.layers.0.mlp.up_proj.weight"
-    moved, wanted = weights[name] - start[name].detach(), reference.model.get_parameter(name).detach() - start[name].detach()
+    moved, wanted = (
+        weights[name] - start[name].detach(),
+        reference.model.get_parameter(name).detach() - start[name].detach(),
+    )
     assert float((moved != 0).float().mean()) > 0.99
-    assert float((moved - wanted).norm() / wanted.norm()) < 0.2, "bf16 rounding turns the sign of near-zero gradients only"
+    assert float((moved - wanted).norm() / wanted.norm()) < 0.2, (
+        "bf16 rounding turns the sign of near-zero gradients only"
+    )
 
 
 def test_buffers_keep_their_type_and_long_positions_match() -> None:
@@ -307,6 +314,25 @@ def test_placement_and_activation_policy_do_not_change_a_bit(
     assert_same(runs[0][1], runs[1][1])
 
 
+@pytest.mark.parametrize("chunk_rows", [2, 4])
+def test_an_offloaded_input_is_let_go_at_once(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer's input goes to the host, only the latest one before it may still be alive on the device."""
+    sent: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    put = InputStore.put
+
+    def watched(store: InputStore, layer: int, tensor: torch.Tensor) -> None:
+        put(store, layer, tensor)
+        alive.append(sum(reference() is not None for reference in sent))
+        sent.append(weakref.ref(tensor))
+
+    monkeypatch.setattr(InputStore, "put", watched)
+    with engine_of(build(LLAMA, seed=0), offloaded="all", chunk_rows=chunk_rows) as engine:
+        engine.train_step(rows_of())
+    assert len(sent) >= 3
+    assert max(alive) <= 1
+
+
 def test_planes_take_twelve_bytes_a_parameter() -> None:
     for compute in ("bf16", "fp32"):
         with engine_of(build(LLAMA, seed=0), compute_dtype=compute) as engine:
@@ -315,7 +341,9 @@ def test_planes_take_twelve_bytes_a_parameter() -> None:
             units = len(engine.structure.units)
             padded = sum(unit.layout.numel for unit in engine.structure.units)
             assert 12 * padded <= planes <= 12 * padded + 4 * 4096 * (units + 1)
-            assert padded - engine.structure.param_count < 64 * sum(len(u.layout.entries) for u in engine.structure.units)
+            assert padded - engine.structure.param_count < 64 * sum(
+                len(u.layout.entries) for u in engine.structure.units
+            )
 
 
 # ------------------------------------------------------------------ faults
@@ -419,7 +447,11 @@ def test_a_closed_engine_says_so() -> None:
     engine = engine_of(build(LLAMA, seed=0))
     engine.close()
     engine.close()
-    for use in (lambda: engine.train_step(rows_of()), lambda: engine.eval_step(rows_of()), lambda: list(engine.named_parameters())):
+    for use in (
+        lambda: engine.train_step(rows_of()),
+        lambda: engine.eval_step(rows_of()),
+        lambda: list(engine.named_parameters()),
+    ):
         with pytest.raises(EngineClosed):
             use()
 
@@ -455,6 +487,20 @@ def test_positions_that_do_not_restart_with_the_documents_are_refused() -> None:
     data["position_ids"] = torch.arange(16).expand(4, 16).contiguous()
     with engine_of(build(LLAMA, seed=0)) as engine, pytest.raises(UserError, match="restart"):
         engine.train_step(data)
+
+
+@pytest.mark.parametrize(("name", "isolates"), [("llama", True), ("gpt_oss", False)])
+def test_packed_rows_are_refused_for_a_family_that_mixes_documents(name: str, isolates: bool) -> None:
+    """CASES 32: at the first packed batch, also of an engine made from a model in memory; other rows go on."""
+    family = BY_NAME[name]
+    packed = batch(BY_NAME["llama"], seed=0, rows=2, tokens=16, kind="packed")
+    with engine_of(build(family, seed=0), verify="auto") as engine:
+        if isolates:
+            assert engine.train_step(packed).skipped is None
+            return
+        with pytest.raises(UserError, match="packing: false"):
+            engine.train_step(packed)
+        assert engine.train_step(batch(family, seed=0, rows=2, tokens=16)).skipped is None
 
 
 def test_document_ids_alone_are_enough() -> None:

@@ -82,7 +82,9 @@ def test_delays_are_invisible_on_every_route(options: dict[str, Any]) -> None:
 def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
     family, optim = BY_NAME["qwen3"], AdamW(learning_rate=1e-3, max_grad_norm=None)
     kept = trained(family, 20, optim=optim)
-    eaten = trained(family, 20, optim=optim, gradient_plane=False, gradient_slabs=2, disturb=random_delays(3), poison=True)
+    eaten = trained(
+        family, 20, optim=optim, gradient_plane=False, gradient_slabs=2, disturb=random_delays(3), poison=True
+    )
     assert_same_bits(kept, eaten)
 
 
@@ -138,9 +140,13 @@ def test_the_gpu_update_has_the_bits_of_the_cpu_update(split: bool, gradient: to
     generator = torch.Generator().manual_seed(0)
     numel = 100_003
     master = torch.randn(numel, generator=generator)
-    grad = (torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-12, 3, (numel,), generator=generator)).to(gradient)
+    grad = (torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-12, 3, (numel,), generator=generator)).to(
+        gradient
+    )
     grad[::7] = 0
-    hi, lo = (torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)) if split else (master, None)
+    hi, lo = (
+        (torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)) if split else (master, None)
+    )
     if lo is not None:
         split_(master, hi, lo)
     optim = AdamW(learning_rate=1e-3, weight_decay=0.1)
@@ -182,7 +188,9 @@ def test_low_precision_follows_the_fp32_run(compute: str) -> None:
 
 def test_memory_is_what_the_formula_says_and_nothing_is_pinned_after_the_first_step() -> None:
     family = BY_NAME["qwen3"]
-    with HostEngine(build(family, seed=0), device="cuda", compute_dtype="bf16", verify="never", compile="off") as engine:
+    with HostEngine(
+        build(family, seed=0), device="cuda", compute_dtype="bf16", verify="never", compile="off"
+    ) as engine:
         numel = sum(unit.layout.numel for unit in engine.structure.units)
         units = len(engine.structure.units)
         memory = engine.memory()

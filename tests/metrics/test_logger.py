@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatrain.metrics.logger import RunLogger, quiet_libraries, step_line
+from megatrain.metrics import logger
+from megatrain.metrics.logger import RunLogger, bar_text, quiet_libraries, step_line
 from step_records import record
 
 
@@ -91,3 +92,58 @@ def test_a_step_without_loss_says_so() -> None:
     line = step_line(record(3, loss=None, grad_norm=None, skipped="gradient norm is nan"), 9, left_s=0)
     assert "loss n/a  norm n/a" in line
     assert line.endswith("SKIPPED: gradient norm is nan")
+
+
+# ---- on a terminal
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
+    monkeypatch.setattr(logger, "LINE_EVERY_S", 1000.0)
+    out = io.StringIO()
+    return Console(file=out, highlight=False, markup=False, soft_wrap=True, force_terminal=True, width=100)
+
+
+def test_a_terminal_has_a_bar_and_the_log_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(monkeypatch)
+    with RunLogger(console) as log:
+        log.open_folder(tmp_path)
+        for step in range(1, 51):
+            log.step(record(step, loss=3.0 - step / 100), 50)
+            if step == 25:
+                log.warning("in between")
+        log.info("afterwards")
+    text = shown(console)
+    lines = [line for line in text.splitlines() if "norm" in line and "loss" in line]
+    assert len(lines) == 2, "the first step and the last; the bar shows the others"
+    assert "50/50" in text
+    assert "ETA" in text
+    assert "warning: in between" in text
+    assert text.rstrip().endswith("afterwards")
+    plain = (tmp_path / "log.txt").read_text()
+    assert sum(" loss " in line for line in plain.splitlines()) == 50
+    assert "\x1b" not in plain, "no colours and no bars in the log"
+
+
+def test_a_skipped_step_is_always_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(monkeypatch)
+    with RunLogger(console) as log:
+        for step in range(1, 5):
+            log.step(record(step, skipped="loss is nan" if step == 3 else None), 50)
+    assert "SKIPPED: loss is nan" in shown(console)
+
+
+def test_an_error_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(monkeypatch)
+
+    def failing() -> None:
+        with RunLogger(console) as log:
+            log.step(record(1), 50)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        failing()
+    assert "\x1b[?25h" in shown(console), "the cursor is shown again"
+
+
+def test_the_bar_says_loss_speed_and_time_left() -> None:
+    assert bar_text(record(1, loss=2.5), 3723.4) == "loss 2.5000  2.0k tok/s  ETA 1:02:03"

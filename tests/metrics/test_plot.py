@@ -41,12 +41,12 @@ def test_the_picture_is_not_drawn_at_every_step(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_long_run_becomes_a_line_that_can_be_drawn() -> None:
-    steps, losses = plot._points([record(step, loss=float(step)) for step in range(1, 10_001)], lambda r: r.loss)
-    assert len(steps) == plot._MOST_POINTS
+    steps, losses = plot.points([record(step, loss=float(step)) for step in range(1, 10_001)], lambda r: r.loss)
+    assert len(steps) == plot.MOST_POINTS
     np.testing.assert_allclose(steps, losses)
     assert steps[0] < 10
     assert steps[-1] > 9_990
 
 
 def test_smoothing_keeps_a_constant() -> None:
-    np.testing.assert_allclose(plot._smooth(np.full(30, 2.5)), 2.5)
+    np.testing.assert_allclose(plot.smooth(np.full(30, 2.5)), 2.5)

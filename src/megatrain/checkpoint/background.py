@@ -19,6 +19,7 @@ updates wait only for the writer.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -223,7 +224,7 @@ class RunningSave:
             self._room_taken += size
             self._copied_bytes += size
             if not planes.resident:
-                empty = {kind: torch.empty_like(plane) for kind, plane in planes.state().items()}
+                empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
                 self._copies[unit] = UnitPlanes(unit, planes.layout, **{"lo": None, **empty})
             return True
 
@@ -336,14 +337,22 @@ def _state_bytes(planes: UnitPlanes) -> int:
     return sum(plane.nbytes for plane in planes.state().values())
 
 
+def _mapped_like(plane: torch.Tensor) -> torch.Tensor:
+    """Host memory of the plane's size and type in a mapping of its own, which goes back to the system with the tensor.
+    From the heap, memory that changing threads have used would stay with the process."""
+    if plane.numel() == 0:
+        return torch.empty_like(plane, device="cpu")
+    return torch.frombuffer(mmap.mmap(-1, plane.nbytes), dtype=plane.dtype, count=plane.numel())
+
+
 def _copy_of(planes: UnitPlanes, device: torch.device | None = None) -> UnitPlanes:
     """A copy on the host. With a CUDA device given, on a stream of its own: it does not wait for kernels in the queue,
     so the planes must be at rest there too."""
     if device is not None and device.type == "cuda":
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            copies = {kind: plane.to("cpu", copy=True) for kind, plane in planes.state().items()}
+            copies = {kind: _mapped_like(plane).copy_(plane) for kind, plane in planes.state().items()}
         stream.synchronize()
     else:
-        copies = {kind: plane.to("cpu", copy=True) for kind, plane in planes.state().items()}
+        copies = {kind: _mapped_like(plane).copy_(plane) for kind, plane in planes.state().items()}
     return UnitPlanes(planes.name, planes.layout, **{"lo": None, **copies})

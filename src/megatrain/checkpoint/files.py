@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -185,11 +186,23 @@ class FolderWriter:
         self._wait_for_syncs(0)
         body = dict(manifest) | {"files": {name: record.to_json() for name, record in sorted(self.records.items())}}
         self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
+        self._finish(lambda: None)
+
+    def finish_plain(self, check: Callable[[], object]) -> None:
+        """The same for a folder that is no checkpoint and has no manifest.
+
+        Args:
+            check: Called when everything is in `temp` and was read back; what it raises keeps the folder from appearing.
+        """
+        self._finish(check)
+
+    def _finish(self, check: Callable[[], object]) -> None:
         self._wait_for_syncs(0)
         try:
             for folder in sorted({(self.temp / name).parent for name in self.records} | {self.temp}):
                 _sync_folder(folder)
             self._read_back()
+            check()
             self.temp.rename(self.target)
             self._committed = True
             _sync_folder(self.target.parent)
@@ -331,10 +344,11 @@ class SafetensorsReader:
         if self._pread(view, self._data_start + begin) != self._record.tensors.get(name):
             raise damaged(self.path, f"tensor {name}: checksum differs")
 
-    def verify(self, name: str, buffer: bytearray) -> None:
+    def verify(self, name: str, buffer: mmap.mmap) -> None:
         """Read a tensor a piece at a time through `buffer`, and keep nothing of it."""
         begin, end = self._entries[name]["data_offsets"]
-        crc, view = 0, memoryview(buffer)
+        crc = 0
+        view = memoryview(buffer)
         for start in range(begin, end, len(buffer)):
             crc = self._pread(view[: min(len(buffer), end - start)], self._data_start + start, crc)
         if crc != self._record.tensors.get(name):
@@ -408,7 +422,8 @@ def _damage(path: Path, record: FileRecord, between: Callable[[], None]) -> User
         if not path.name.endswith(".safetensors"):
             read_verified(path, record)
             return None
-        piece = bytearray(max(1, min(PIECE_BYTES, record.size)))
+        # A mapping of its own, gone with its last view: from the heap, buffers of changing threads would stay for ever.
+        piece = mmap.mmap(-1, max(1, min(PIECE_BYTES, record.size)))
         with SafetensorsReader(path, record) as reader:
             for name in reader.names:
                 between()
@@ -452,7 +467,17 @@ def _remove_leftovers(target: Path) -> None:
         _remove_unfinished(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
-    for folder in target.parent.iterdir():
+    remove_leftovers(target.parent, target)
+
+
+def remove_leftovers(parent: Path, target: Path | None = None) -> None:
+    """Remove the temporary folders in `parent` whose writers are gone.
+
+    Args:
+        parent: Where checkpoints are.
+        target: What this process is about to write, if it is.
+    """
+    for folder in parent.iterdir():
         if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
             _remove_unfinished(folder)
@@ -482,9 +507,10 @@ def _writer_identity() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def _is_dead(folder: Path, target: Path) -> bool:
+def _is_dead(folder: Path, target: Path | None) -> bool:
     """Whether a temporary folder is ours and its writer is gone. In doubt (another host, no marker) it is left alone."""
-    if folder.name == f"{target.name}.tmp-{os.getpid()}" and not any(folder.iterdir()):
+    own = target is not None and folder.name == f"{target.name}.tmp-{os.getpid()}"
+    if own and not any(folder.iterdir()):
         return True  # a process that had our id died between the two lines that make a folder and its marker
     try:
         writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
@@ -498,4 +524,4 @@ def _is_dead(folder: Path, target: Path) -> bool:
     except psutil.NoSuchProcess:
         alive = False
     # Our own failed attempt at this very target, whose removal failed too, is not in use either.
-    return not alive or (pid == os.getpid() and folder.name == f"{target.name}.tmp-{pid}")
+    return not alive or (pid == os.getpid() and own)

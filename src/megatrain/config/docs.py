@@ -33,8 +33,8 @@ A config is a YAML 1.2 file of sections. Four keys have no default: `model.path`
 `run.dir`; `megatrain init MODEL DATA` writes a file with these and six more that are worth a thought. An unknown key is an error,
 with its line and the key that was probably meant. Every key is also an option of the command line, which wins over the file:
 `megatrain train run.yaml --optim.learning_rate 2e-5 --data.packing false`. Items of lists go by their number:
-`--data.train.0.weight 0.5`. `true` and `false` are the only booleans, and `null` means what the key says of it. Relative paths start at
-the current directory.
+`--data.train.0.weight 0.5`. `true` and `false` are the only booleans, and `null` means what the key says of it. Relative paths
+start at the current directory.
 
 Below, N is a whole number, X a number, TEXT a text, and YAML something with parts.
 
@@ -68,7 +68,11 @@ def json_schema() -> dict[str, Any]:
     many = {"type": "array", "minItems": 1, "items": one}
     sources = [*one["anyOf"], many]
     data["train"] = {"anyOf": sources, "description": data["train"]["description"]}
-    val["sources"] = {"anyOf": [*sources, {"type": "null"}], "default": None, "description": val["sources"]["description"]}
+    val["sources"] = {
+        "anyOf": [*sources, {"type": "null"}],
+        "default": None,
+        "description": val["sources"]["description"],
+    }
     data["val"]["anyOf"] += sources
     for name in schema["properties"]:
         # a section without keys is null in YAML, and means its defaults
@@ -79,7 +83,13 @@ def json_schema() -> dict[str, Any]:
 
 
 # pydantic leaves a limit under its own name where a validator stands before it
-_LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum", "min_length": "minItems"}
+_LIMITS = {
+    "gt": "exclusiveMinimum",
+    "ge": "minimum",
+    "lt": "exclusiveMaximum",
+    "le": "maximum",
+    "min_length": "minItems",
+}
 
 
 def _with_limits(node: Any) -> Any:

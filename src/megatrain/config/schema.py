@@ -74,7 +74,10 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """One source of training samples."""
 
-    path: str = Field(min_length=1, description="file, folder or glob")
+    path: str = Field(
+        min_length=1,
+        description="file, folder, glob, or the id of a data set in the local cache of the Hugging Face hub",
+    )
     weight: Annotated[Float, Field(gt=0)] = Field(
         default=1.0,
         description="how often the source is used per epoch: 0.5 takes half of its samples, 2 takes each twice",
@@ -85,6 +88,8 @@ class SourceConfig(Section):
     columns: dict[str, str] = Field(
         default={}, description="the format's column names -> the file's, where they differ"
     )
+    subset: str | None = Field(default=None, description="subset of a data set of the hub; null: its default one")
+    split: str | None = Field(default=None, description="split of a data set of the hub; null: train")
 
 
 def _as_sources(value: object) -> object:
@@ -157,6 +162,9 @@ class BatchConfig(Section):
 
     tokens_per_step: PositiveInt = Field(description="tokens of one optimizer step, a multiple of data.max_tokens")
     chunk_rows: PositiveInt | None = Field(default=None, description="rows computed together; null: the engine chooses")
+    head_chunk_tokens: PositiveInt | None = Field(
+        default=None, description="tokens whose logits exist at the same time; null: the engine chooses"
+    )
     windows: PositiveInt = Field(
         default=1, description="passes over the layers per step; more need less memory for layer inputs"
     )
@@ -257,8 +265,18 @@ class MemoryConfig(Section):
 class ActivationsConfig(Section):
     """What is kept between forward and backward."""
 
-    policy: Literal["recompute"] = Field(
-        default="recompute", description="recompute: keep each layer's input, compute the rest again"
+    policy: Literal["auto", "keep", "selective", "recompute"] = Field(
+        default="auto",
+        description="keep: all that the backward needs; selective: matrix products and attention, cheap work is done again; "
+        "recompute: each layer's input, the rest is computed again; auto: per layer, as the plan finds it fastest "
+        "(on the CPU recompute)",
+    )
+    compile: Literal["auto", "off"] = Field(
+        default="auto", description="auto: layers are compiled on a GPU; a family that cannot be compiled runs eager"
+    )
+    offload: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="layer inputs wait in host memory for their backward: auto: as many as must; on: all of recomputed layers",
     )
     segment: PositiveInt | None = Field(
         default=None,
@@ -348,9 +366,7 @@ class RunSection(Section):
     threads: PositiveInt | None = Field(
         default=None, description="threads of the optimizer; null: the cores of this process"
     )
-    max_bad_steps: PositiveInt = Field(
-        default=10, description="N steps in a row that were not finite are a divergence"
-    )
+    max_bad_steps: PositiveInt = Field(default=10, description="N steps in a row that were not finite are a divergence")
     loss_spike: Annotated[Float, Field(gt=1)] | None = Field(
         default=None,
         description="a loss above this multiple of the median of the last 20 is a divergence too; null: never",
@@ -362,8 +378,18 @@ class RunSection(Section):
     )
     max_rollbacks: PositiveInt = Field(default=3, description="most rollbacks of a run; then it ends as with stop")
     allow_changes: StrictBool = Field(
-        default=False, description="go on although data, tokens per step or past learning rates differ from the checkpoint's"
+        default=False,
+        description="go on although data, tokens per step or past learning rates differ from the checkpoint's",
     )
+
+
+class MetricsConfig(Section):
+    """Where the numbers of a run go beside its own files, which always have them."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(), description="services that get every step too; a service that fails or hangs never stops the run"
+    )
+    project: str = Field(default="megatrain", min_length=1, description="the project at the services")
 
 
 class RunConfig(Section):
@@ -385,6 +411,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
     run: RunSection
 
     @model_validator(mode="before")

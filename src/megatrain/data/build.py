@@ -63,7 +63,7 @@ class Builder:
         Raises:
             UserError: Files are missing, unreadable, empty or of no known format, or too many samples are rejected.
         """
-        files = find_files(source.path, f"{where}.path")
+        files = find_files(source.path, f"{where}.path", subset=source.subset, split=source.split)
         folder = self.cache_dir / self._key(source, files)
         store = TokenStore.open(folder)
         cached = store is not None

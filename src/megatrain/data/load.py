@@ -207,7 +207,9 @@ def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segmen
     pieces = packing.cut_samples(chosen, lengths, data.max_tokens, data.overflow, targets_in)
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
-        log(f"{part.source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}")
+        log(
+            f"{part.source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}"
+        )
     return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
 
 

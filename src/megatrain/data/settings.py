@@ -22,6 +22,10 @@ class SourceLike(Protocol):
     def format(self) -> str: ...
     @property
     def columns(self) -> Mapping[str, str]: ...
+    @property
+    def subset(self) -> str | None: ...
+    @property
+    def split(self) -> str | None: ...
 
 
 class ValLike(Protocol):
@@ -59,13 +63,17 @@ class SourceSettings:
     """One source of samples."""
 
     path: str
-    """File, folder or glob."""
+    """File, folder, glob, or the id of a data set in the local cache of the Hugging Face hub."""
     weight: float = 1.0
     """Passes over the source per epoch: 0.5 takes half of its rows, another half in the next epoch; 2 takes each twice."""
     format: str = "auto"
     """A name of `formats.FORMATS`, or `auto`: found from the columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The format's column names -> the file's, where they differ."""
+    subset: str | None = None
+    """Of a data set of the hub; None: its default."""
+    split: str | None = None
+    """Of a data set of the hub; None: train."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.data import hub
 from megatrain.data.rejects import SampleRejected
 from megatrain.errors import UserError
 
@@ -51,17 +52,28 @@ class Record:
     more: bool = False
 
 
-def find_files(path: str, where: str) -> list[Path]:
+def find_files(path: str, where: str, *, subset: str | None = None, split: str | None = None) -> list[Path]:
     """The files of a source, in a fixed order.
 
     Args:
-        path: A file, a folder (all files of known types below it, hidden ones left out) or a glob.
+        path: A file, a folder (all files of known types below it, hidden ones left out), a glob, or the id of a data set
+            in the local cache of the Hugging Face hub (see `hub`).
         where: The config's name of the path, for errors.
+        subset, split: Of a data set; None: its default, and `train`.
 
     Raises:
         UserError: Nothing is there, or nothing that can be read.
     """
     expanded = Path(path).expanduser()
+    is_path = expanded.exists() or glob.has_magic(path) or _file_type(expanded) != (None, None)
+    if not is_path and hub.is_hub_id(path):
+        return hub.cached_files(path, subset, split, lambda file: _file_type(file)[0] is not None, where)
+    if subset is not None or split is not None:
+        raise UserError(
+            f"subset and split belong to data sets of the hub; {path} is a path",
+            where,
+            "leave them out, or name the files",
+        )
     if expanded.is_file():
         return [expanded]
     if expanded.is_dir():

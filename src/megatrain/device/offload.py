@@ -43,7 +43,7 @@ class InputStore:
         self._arenas: list[Arena] = []
         self._homes: dict[int, torch.Tensor] = {}
         self._places: dict[int, _Place] = {}
-        self.moved_bytes = 0
+        self.out_bytes = self.back_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +55,7 @@ class InputStore:
 
     def put(self, layer: int, tensor: torch.Tensor) -> None:
         """Queue the copy of `tensor` to the host. Asynchronous; the caller may let go of it at once."""
+        tensor = tensor.detach()  # copied with its graph, the home would keep the device memory alive
         home = self._home(layer, tensor)
         previous = self._places.get(layer)
         place = _Place(home, self._streams.event(), previous.back if previous else self._streams.event(), tensor.shape)
@@ -64,7 +65,7 @@ class InputStore:
             home.copy_(tensor.reshape(-1), non_blocking=True)
         if self._streams.d2h is not None:
             tensor.record_stream(self._streams.d2h)
-        self.moved_bytes += tensor.nbytes
+        self.out_bytes += tensor.nbytes
         self._places[layer] = place
 
     def prefetch(self, layer: int) -> None:
@@ -80,7 +81,7 @@ class InputStore:
             if self._streams.h2d is not None:
                 self._streams.h2d.wait_event(place.out)  # type: ignore[arg-type]
             place.arrived.copy_(place.home, non_blocking=True)
-        self.moved_bytes += place.home.nbytes
+        self.back_bytes += place.home.nbytes
 
     def take(self, layer: int) -> torch.Tensor:
         """The tensor, back on the device, for kernels launched from now on."""

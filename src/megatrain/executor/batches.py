@@ -56,6 +56,12 @@ def checked(batch: Mapping[str, torch.Tensor], vocabulary: int) -> tuple[dict[st
     return tensors, len(find_targets(tensors["labels"]))
 
 
+def is_packed(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a checked batch has a row of several documents: positions that go back."""
+    positions = batch.get("position_ids")
+    return positions is not None and bool((positions[:, 1:] <= positions[:, :-1]).any())
+
+
 def _check_ids(name: str, ids: torch.Tensor, vocabulary: int, ignored: bool) -> None:
     wrong = (ids < 0) | (ids >= vocabulary)
     if ignored:

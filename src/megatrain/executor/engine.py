@@ -10,8 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,33 +21,37 @@ from torch.nn.attention import SDPBackend
 from megatrain.checkpoint.background import RunningSave
 from megatrain.checkpoint.desk import CheckpointDesk
 from megatrain.device.attention import fastest_attention, measured_backends
-from megatrain.device.copier import Copier, DirectCopier, StagedCopier
+from megatrain.device.copier import StagedCopier
 from megatrain.device.offload import InputStore
-from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import batches, randomness
-from megatrain.executor.gate import verify_family
+from megatrain.executor.assembly import build_model, make_copier, make_slabs, make_weight_stream, pin_planes
+from megatrain.executor.gate import verify_family, verify_packing
 from megatrain.executor.gradients import GradientFlow, Route
 from megatrain.executor.ladder import Denser
 from megatrain.executor.optimizer import HostOptimizer
-from megatrain.executor.step import Batch, StepRunner, StepShape
-from megatrain.executor.weights import UpdateGate, WeightStream
-from megatrain.host.arena import PinRefused
-from megatrain.host.available import available_host_bytes
-from megatrain.host.store import HostStore
-from megatrain.models.build import (
-    build_from_memory,
-    build_meta_model,
-    find_model_folder,
-    fp32_parameter_names,
-    load_model_config,
+from megatrain.executor.results import EvalResult, StepResult
+from megatrain.executor.settings import (
+    ComputeDtype,
+    Placement,
+    check_placement,
+    check_settings,
+    compute_dtype_of,
+    device_of,
+    head_chunk_tokens_of,
+    refuse_if_too_large,
+    transport_dtype_of,
 )
+from megatrain.executor.step import Batch, StepRunner, StepShape
+from megatrain.executor.weights import UpdateGate
+from megatrain.host.store import HostStore
+from megatrain.models.build import find_model_folder, fp32_parameter_names
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import Shell
-from megatrain.models.structure import Unit, persistent_buffers, take_apart
+from megatrain.models.structure import attention_shape, persistent_buffers, take_apart
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, StepCoefficients, unmatched_groups
 from megatrain.optim.scaler import LossScale
@@ -57,46 +60,7 @@ from megatrain.optim.updater import CpuUpdater
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_CHUNK_TOKENS = 16384
-LOGITS_BYTES = 3 << 30
-"""Budget for the logits of one token chunk with their gradients."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a training step did.
-
-    Attributes:
-        loss: Mean cross entropy over the step's target tokens, None where there were none.
-        grad_norm: Global norm of the gradients before clipping, None without target tokens.
-        tokens: Target tokens.
-        skipped: Why no weight was changed, None when the update was launched.
-        seconds: `step` in all, and in it `forward`, `head`, `backward` (device time), `update_wait` (for AdamW),
-            `slab_wait` (for a free gradient slab).
-        loss_scale: Of this step (fp16), else 1.
-    """
-
-    loss: float | None
-    grad_norm: float | None
-    tokens: int
-    skipped: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    loss_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Cross entropies of a batch.
-
-    Attributes:
-        loss_sum: Sum over the target tokens.
-        tokens: Target tokens.
-    """
-
-    loss_sum: float
-    tokens: int
 
 
 class HostEngine:
@@ -174,7 +138,7 @@ class HostEngine:
         poison: bool = False,
     ):
         self.optim = optim or AdamW()
-        self.device = _device(device)
+        self.device = device_of(device)
         self.seed = seed
         self.step = 0
         """Calls of `train_step`, skipped ones included."""
@@ -185,14 +149,31 @@ class HostEngine:
         self._denser = Denser()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
         self._head_chunk_tokens = head_chunk_tokens
-        self._compute = _compute_dtype(compute_dtype, self.device)
+        self._compute = compute_dtype_of(compute_dtype, self.device)
         self._loss_scale = LossScale() if self._compute == torch.float16 else None
-        self._check_settings(weight_slots, gradient_slabs, gradient_plane)
-        transport = _transport_dtype(grad_transport, self._compute)
+        transport = transport_dtype_of(grad_transport, self._compute)
+        check_settings(
+            self.optim,
+            self._compute,
+            gradient_plane,
+            {
+                "weight_slots": (weight_slots, 2),
+                "gradient_slabs": (gradient_slabs, 1),
+                "windows": (windows, 1),
+                "segment": (segment, 1),
+                "chunk_rows": (chunk_rows, 1),
+                "head_chunk_tokens": (head_chunk_tokens, 1),
+            },
+        )
+        if device_gib is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), self.device)
 
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
-        meta = self._build(model, init, trust_remote_code, attn_implementation)
+        meta = build_model(model, self._compute, trust_remote_code, attn_implementation)
         self.config = meta.config
+        # Kept here because the shell changes the config's implementation for packed rows.
+        self._packing_asks = None if verify == "never" else (meta.config._attn_implementation, trust_remote_code)
         self.structure = take_apart(meta)
         if verify == "always" or (verify == "auto" and not isinstance(model, nn.Module)):
             verify_family(self.config, always=verify == "always", trust_remote_code=trust_remote_code)
@@ -201,16 +182,16 @@ class HostEngine:
 
         split = self._compute == torch.bfloat16
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
-        names = [unit.name for unit in self.structure.units]
-        resident_names = frozenset(names if resident == "all" else resident)
-        layers = range(len(self.structure.layers))
-        self._kept, self._selective, self._offloaded = (
-            frozenset(layers if chosen == "all" else chosen) for chosen in (kept, selective, offloaded)
+        self._placement = Placement.of(self.structure, resident, kept, selective, offloaded)
+        check_placement(self.structure, self._placement, self._segment, self._compute, gradient_plane)
+        refuse_if_too_large(self.structure, self._placement.resident, split, grad_dtype, host_gib)
+        self.store = HostStore(
+            [(unit.name, unit.layout) for unit in self.structure.units],
+            split=split,
+            grad_dtype=grad_dtype,
+            resident=self._placement.resident,
+            device=self.device,
         )
-        self._check_placement(resident_names, gradient_plane)
-        self._refuse_if_too_large(split, grad_dtype, host_gib, resident_names)
-        layouts = [(unit.name, unit.layout) for unit in self.structure.units]
-        self.store = HostStore(layouts, split=split, grad_dtype=grad_dtype, resident=resident_names, device=self.device)
         self.buffers = dict(meta.named_buffers())
         if isinstance(model, nn.Module):
             copy_from_memory(model, self.structure, self.store)
@@ -222,23 +203,26 @@ class HostEngine:
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.store, persistent_buffers(meta))
 
-        if device_gib is not None and self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), self.device)
         self._streams = Streams(self.device, disturb)
-        pinned = self._pin(pin)
+        pinned = pin_planes(self.store, self._streams, pin)
         # One core stays with the thread that drives the device.
         self._updater = CpuUpdater(threads or max(1, len(os.sched_getaffinity(0)) - 1))
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
-        self._copier = self._make_copier(pinned)
-        self._weights = self._make_weight_stream(weight_slots)
-        self._route = self._choose_route(pinned, gradient_plane)
+        self._copier = make_copier(self.store, self._streams, pinned)
+        gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
+        self._weights = make_weight_stream(
+            self.structure, self.store, self._streams, self._copier, self._compute, weight_slots, gate
+        )
+        direct = pinned and windows == 1
+        self._route = Route.EATEN if not gradient_plane else Route.DIRECT if direct else Route.ADDED
         self._slabs: SlabPool | None = None
         self._edge_slabs: dict[str, Slab] = {}
         if self._route is not Route.DIRECT:
-            self._make_slabs(gradient_slabs, transport)
+            self._slabs, self._edge_slabs = make_slabs(
+                self.structure, self.store, self._streams, gradient_slabs, transport
+            )
         self._gradients = GradientFlow(
             self._streams,
             self.store,
@@ -272,7 +256,7 @@ class HostEngine:
             budget,
             packed_flex=compiled and self._streams.cuda,
         )
-        self._inputs = InputStore(self._streams, self._offloaded)
+        self._inputs = InputStore(self._streams, self._placement.offloaded)
         self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, compiled)
 
     # ---------------------------------------------------------------- training
@@ -303,7 +287,7 @@ class HostEngine:
         skipped = self._decide(loss, norm)
         if skipped is None:
             self._update(norm, scale, learning_rate)
-        return StepResult(loss, norm, tokens, skipped, self._seconds(started), scale)
+        return StepResult(loss, norm, tokens, skipped, self._seconds(started), scale, self._moved_bytes())
 
     def backward(self, batch: Batch) -> StepResult:
         """Gradients of a step, without an update; read them with `named_gradients`."""
@@ -582,143 +566,18 @@ class HostEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # ---------------------------------------------------------------- construction
-
-    def _build(self, model: Any, init: str | None, trust_remote_code: bool, attention: str | None) -> Any:
-        if isinstance(model, nn.Module):
-            return build_from_memory(model, compute_dtype=self._compute)  # type: ignore[arg-type]
-        config = load_model_config(model, trust_remote_code)
-        for part in {id(c): c for c in (config, config.get_text_config())}.values():
-            if getattr(part, "output_router_logits", False):
-                raise UserError(
-                    "the router's auxiliary loss is not supported",
-                    f"{model}: output_router_logits",
-                    "set output_router_logits to false in config.json to train without it",
-                )
-        return build_meta_model(
-            config,
-            compute_dtype=self._compute,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-        )
-
-    def _check_settings(self, weight_slots: int, gradient_slabs: int, gradient_plane: bool) -> None:
-        problems = []
-        for name, value, least in (
-            ("weight_slots", weight_slots, 2),
-            ("gradient_slabs", gradient_slabs, 1),
-            ("segment", self._segment, 1),
-            ("windows", self._windows, 1),
-            ("chunk_rows", self._chunk_rows or 1, 1),
-            ("head_chunk_tokens", self._head_chunk_tokens or 1, 1),
-        ):
-            if value < least:
-                problems.append(f"{name} = {value} is below {least}")
-        if not gradient_plane and self.optim.max_grad_norm is not None:
-            problems.append("gradient_plane=False cannot clip: set max_grad_norm=None")
-        if not gradient_plane and self._windows > 1:
-            problems.append("gradient_plane=False cannot accumulate: set windows=1")
-        if not gradient_plane and self._loss_scale:
-            problems.append("gradient_plane=False cannot skip fp16 overflows: use bf16 or fp32")
-        if problems:
-            raise UserError("; ".join(problems), "HostEngine")
-
-    def _check_placement(self, resident: frozenset[str], gradient_plane: bool) -> None:
-        known = {unit.name for unit in self.structure.units}
-        problems = [f"there is no unit {name}" for name in sorted(resident - known)]
-        special = self._kept | self._selective | self._offloaded
-        if any(not 0 <= layer < len(self.structure.layers) for layer in special):
-            problems.append(f"kept, selective or offloaded names layers outside 0..{len(self.structure.layers) - 1}")
-        if special and self._segment > 1:
-            problems.append("segment excludes kept, selective and offloaded layers")
-        if resident and not gradient_plane:
-            problems.append("resident units need their gradient plane: set gradient_plane=True")
-        if resident and self._compute == torch.float16:
-            problems.append("resident units compute in bf16 or fp32")
-        if problems:
-            raise UserError("; ".join(problems), "HostEngine")
-
-    def _refuse_if_too_large(
-        self, split: bool, grad_dtype: torch.dtype | None, host_gib: float | None, resident: frozenset[str]
-    ) -> None:
-        """Compare the host's planes with what the machine has left, before any of it is allocated."""
-        parameters = sum(unit.layout.numel for unit in self.structure.units if unit.name not in resident)
-        ledger = {
-            "master (hi + lo)" if split else "master": 4 * parameters,
-            "moments (m + v)": 8 * parameters,
-            "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
-        }
-        available = available_host_bytes() if host_gib is None else int(host_gib * 2**30)
-        if sum(ledger.values()) > available:
-            lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
-            raise PlanRefused(
-                f"{self.structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB "
-                f"of host memory, {available / 2**30:.2f} GiB are available:\n{lines}\n"
-                "  -> use a machine with more memory or a smaller model"
-            )
-
-    def _pin(self, pin: str) -> bool:
-        """Pin the planes that copies touch. Returns whether they are (on a CPU nothing needs to be)."""
-        if not self._streams.cuda:
-            return True
-        if pin == "staged":
-            return False
-        try:
-            self.store.pin()
-        except PinRefused as refusal:
-            if pin == "all":
-                raise UserError(
-                    str(refusal), "memory.pin: all", "use memory.pin: staged, or raise the limit"
-                ) from refusal
-            logger.warning("%s; asked for memory.pin: auto, going on with memory.pin: staged (slower copies)", refusal)
-            return False
-        return True
-
-    def _make_copier(self, pinned: bool) -> Copier:
-        if pinned:
-            return DirectCopier(self._streams)
-        streamed = [planes.hi.nbytes for planes in self.store.units.values() if not planes.resident]
-        return StagedCopier(self._streams, max(streamed, default=0))
-
-    def _make_weight_stream(self, weight_slots: int) -> WeightStream:
-        structure = self.structure
-        plane = torch.bfloat16 if self.store.split else torch.float32
-
-        def slot(numel: int) -> Slot:
-            return Slot(self._streams, self._copier, numel, plane, self._compute)
-
-        streamed = [unit for unit in structure.layers if not self.store.units[unit.name].resident]
-        widest = max((unit.layout.numel for unit in streamed), default=0)
-        ring = WeightRing([slot(widest) for _ in range(min(weight_slots, max(2, len(streamed))))])
-        edges = [
-            (unit, None if self.store.units[unit.name].resident else slot(unit.layout.numel))
-            for unit in (structure.embedding, structure.head)
-        ]
-        gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
-        return WeightStream(self.store, structure.layers, ring, edges, gate)
-
-    def _choose_route(self, pinned: bool, gradient_plane: bool) -> Route:
-        if not gradient_plane:
-            return Route.EATEN
-        return Route.DIRECT if pinned and self._windows == 1 else Route.ADDED
-
-    def _make_slabs(self, count: int, transport: torch.dtype) -> None:
-        def streamed(units: Sequence[Unit]) -> list[Unit]:
-            return [unit for unit in units if not self.store.units[unit.name].resident]
-
-        layers = streamed(self.structure.layers)
-        edges = streamed((self.structure.embedding, self.structure.head))
-        widest = max((unit.layout.numel for unit in layers), default=0)
-        self._slabs = SlabPool(self._streams, max(1, min(count, len(layers))), widest, transport)
-        self._edge_slabs = {unit.name: Slab(self._streams, unit.layout.numel, transport) for unit in edges}
-
     # ---------------------------------------------------------------- small parts
 
     _gradient_scale = 1.0
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        return batches.checked(batch, self.config.get_text_config().vocab_size)
+        checked, tokens = batches.checked(batch, self.config.get_text_config().vocab_size)
+        if self._packing_asks is not None and batches.is_packed(checked):
+            attention, trust_remote_code = self._packing_asks
+            verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
+            self._packing_asks = None
+        return checked, tokens
 
     def _shape(self, batch: Batch) -> StepShape:
         rows, tokens = batch["input_ids"].shape
@@ -726,29 +585,33 @@ class HostEngine:
         planned = StepShape(
             windows=min(self._windows, rows),
             chunk_rows=self._chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
-            head_tokens=self._head_chunk_tokens or _head_chunk_tokens(vocabulary, self._compiled),
+            head_tokens=self._head_chunk_tokens or head_chunk_tokens_of(vocabulary, self._compiled),
             segment=self._segment,
-            kept=self._kept,
-            selective=self._selective,
+            kept=self._placement.kept,
+            selective=self._placement.selective,
         )
         return self._denser.applied_to(planned)
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
         """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
-        config = self.config.get_text_config()
-        heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-        if not self._streams.cuda or self._compute == torch.float32 or not isinstance(heads, int):
+        shape = attention_shape(self.config.get_text_config())
+        if not self._streams.cuda or self._compute == torch.float32 or shape is None:
             return ()
-        dim = dim or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
         tokens = batch["input_ids"].shape[1]
-        return tuple(b for b, _ in measured_backends(heads, kv_heads, dim, tokens, self._compute, self.device))
+        return tuple(b for b, _ in measured_backends(*shape, tokens, self._compute, self.device))
 
     def _reset_counters(self) -> None:
         self._weights.update_wait_s = 0.0
         self._weights.loaded_bytes = self._gradients.sent_bytes = 0
+        self._inputs.out_bytes = self._inputs.back_bytes = 0
         if self._slabs:
             self._slabs.wait_s = 0.0
+
+    def _moved_bytes(self) -> dict[str, int]:
+        return {
+            "h2d": self._weights.loaded_bytes + self._inputs.back_bytes,
+            "d2h": self._gradients.sent_bytes + self._inputs.out_bytes,
+        }
 
     def _seconds(self, started: float) -> dict[str, float]:
         seconds = {"update_wait": self._weights.update_wait_s, "slab_wait": self._slabs.wait_s if self._slabs else 0.0}
@@ -777,35 +640,3 @@ class _Abandon:
             self._engine.close()
             return
         self._engine._runner.abandon()
-
-
-def _head_chunk_tokens(vocabulary: int, compiled: bool) -> int:
-    """Tokens whose logits fit the budget, as a power of two: eager code holds logits and gradients in bf16 and in fp32
-    (12 bytes an entry), a compiled cross entropy in bf16 alone (4 bytes)."""
-    fitting = LOGITS_BYTES // ((4 if compiled else 12) * vocabulary)
-    return max(64, 1 << (fitting.bit_length() - 1)) if fitting else 64
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if str(device) == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise UserError(f"device {found} is not supported", "run.device", "use cpu or cuda")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("no CUDA device is available", "run.device: cuda", "use run.device: auto or cpu")
-        found = torch.device("cuda", found.index if found.index is not None else torch.cuda.current_device())
-    return found
-
-
-def _compute_dtype(name: ComputeDtype, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return DTYPES[name]
-
-
-def _transport_dtype(name: str, compute: torch.dtype) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if compute == torch.float32 else torch.bfloat16
-    return DTYPES[name]

@@ -348,10 +348,12 @@ def _keep_first_layers(config: Any) -> None:
     count = _size(config, "num_hidden_layers")
     if not count:
         return
-    kinds = [value for name in LAYER_LISTS if isinstance(value := _get(config, name), list)]
-    layers = max([2, *(k.index(kind) + 1 for k in kinds for kind in set(k))])
-    layers = max([layers, *((_size(config, name) or 0) + 1 for name in DENSE_FIRST)])
     shared = _size(config, "num_kv_shared_layers")
+    often = 1 if shared else 2  # two of each kind, because layers of a kind may share something
+    lists = [value for name in LAYER_LISTS if isinstance(value := _get(config, name), list)]
+    places = [[i for i, one in enumerate(kinds) if one == kind][:often] for kinds in lists for kind in set(kinds)]
+    layers = max([2, *(found[-1] + 1 for found in places)])
+    layers = max([layers, *((_size(config, name) or 0) + often for name in DENSE_FIRST)])
     if shared:  # the upper half of the copy uses what the lower half has
         config.num_kv_shared_layers = shared = min(shared, layers)
         layers += shared

@@ -66,9 +66,11 @@ class UnitSum:
             self._fresh = False
             for start, end in self.unit.layout.gaps:
                 self.flat[start:end].zero_()
-            found = [name for name in self._views if gradients.get(name) is not None]
-            torch._foreach_copy_([self._views[name] for name in found], [gradients[name] for name in found])
-            for name in self._views.keys() - set(found):
+            found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [self._views[name] for name in found], list(found.values())
+            )
+            for name in self._views.keys() - found.keys():
                 self._views[name].zero_()
             return
         for name, gradient in gradients.items():

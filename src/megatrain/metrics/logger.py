@@ -4,21 +4,29 @@ Library code writes through `logging` (`logging.getLogger(__name__)`); the RunLo
 
     megatrain.*  INFO and above     -> console and log.txt
     all others   WARNING and above  -> log.txt only (transformers and torch warn about much that is none of the user's)
+
+A step is one plain line in `log.txt` and on a console that is no terminal. On a terminal a bar at the bottom shows the newest
+step and the time left, and a step's line is printed above it every few seconds only.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 import traceback
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from megatrain.metrics.record import StepRecord
 
+LINE_EVERY_S = 10.0
+"""On a terminal: the least time between the lines of two steps."""
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 
 
@@ -35,6 +43,9 @@ class RunLogger:
         self._waiting: list[str] = []
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._pace_s: float | None = None  # moving average of a step's wall time
+        self._bar: tuple[Progress, TaskID] | None = None  # from the first step on, on a terminal
+        self._next_line_s = 0.0
+        self._lock = threading.RLock()  # the services' threads warn too
 
     def __enter__(self) -> RunLogger:
         own = logging.getLogger("megatrain")
@@ -46,6 +57,7 @@ class RunLogger:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_bar()
         logging.captureWarnings(False)
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
@@ -95,10 +107,32 @@ class RunLogger:
         self._print(f"{text}\n{trace}" if trace else text, logging.ERROR, to_console=False)
 
     def step(self, record: StepRecord, total_steps: int) -> None:
-        """One line for one step."""
+        """One line for one step; on a terminal the bar."""
         self._pace_s = record.step_s if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.step_s
         left_s = (total_steps - record.step) * self._pace_s
-        self.info(step_line(record, total_steps, left_s))
+        last = record.step == total_steps
+        shown = last or record.skipped is not None or not self._console.is_terminal
+        if self._console.is_terminal:
+            self._move_bar(record, total_steps, left_s)
+            if shown or time.monotonic() >= self._next_line_s:
+                shown, self._next_line_s = True, time.monotonic() + LINE_EVERY_S
+        self._print(step_line(record, total_steps, left_s), logging.INFO, to_console=shown)
+        if last:
+            self._end_bar()
+
+    def _move_bar(self, record: StepRecord, total_steps: int, left_s: float) -> None:
+        if self._bar is None:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+            progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+            self._bar = (progress, progress.add_task("", total=total_steps))
+            progress.start()
+        progress, task = self._bar
+        progress.update(task, completed=record.step, description=bar_text(record, left_s))
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
 
     def validation(self, record: StepRecord) -> None:
         assert record.val_loss is not None, f"the record of step {record.step} has no validation loss"
@@ -106,13 +140,14 @@ class RunLogger:
         self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
 
     def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
-        if to_console:
-            self._console.print(text, style=_STYLES.get(level))
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
-        if self._file is not None:
-            self._file.write(line)
-        else:
-            self._waiting.append(line)
+        with self._lock:
+            if to_console:
+                self._console.print(text, style=_STYLES.get(level))
+            if self._file is not None:
+                self._file.write(line)
+            else:
+                self._waiting.append(line)
 
 
 class _Handler(logging.Handler):
@@ -151,6 +186,12 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     if record.skipped:
         parts.append(f"SKIPPED: {record.skipped}")
     return "  ".join(parts)
+
+
+def bar_text(record: StepRecord, left_s: float) -> str:
+    """What stands beside the bar: `loss 2.3456  10.3k tok/s  ETA 0:14:58`"""
+    speed = _thousands(record.processed_tokens_per_s)
+    return f"loss {_number(record.loss, '.4f')}  {speed} tok/s  ETA {timedelta(seconds=round(left_s))}"
 
 
 def _number(value: float | None, spec: str) -> str:

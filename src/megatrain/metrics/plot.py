@@ -10,7 +10,7 @@ import numpy as np
 
 from megatrain.metrics.record import StepRecord
 
-_MOST_POINTS = 1500  # a line of more points than pixels only costs time
+MOST_POINTS = 1500  # a line of more points than pixels only costs time
 
 
 class LossPlot:
@@ -45,11 +45,11 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
     figure.suptitle(title)
     trained = [record for record in records if record.step > 0]
 
-    raw = _points(trained, lambda record: record.loss)
+    raw = points(trained, lambda record: record.loss)
     loss.plot(*raw, color="tab:blue", alpha=0.35 if len(raw[0]) > 20 else 1.0, linewidth=1, label="training")
     if len(raw[0]) > 20:
-        loss.plot(raw[0], _smooth(raw[1]), color="tab:blue", label="training, smoothed")
-    held_out = _points(records, lambda record: record.val_loss)
+        loss.plot(raw[0], smooth(raw[1]), color="tab:blue", label="training, smoothed")
+    held_out = points(records, lambda record: record.val_loss)
     if len(held_out[0]):
         loss.plot(*held_out, color="tab:orange", marker="o", markersize=4, label="validation")
     for record in trained:
@@ -59,12 +59,12 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
         loss.legend()
     loss.set_title("loss [nats per token]")
 
-    rate.plot(*_points(trained, lambda record: record.learning_rate), color="tab:green")
+    rate.plot(*points(trained, lambda record: record.learning_rate), color="tab:green")
     rate.set_title("learning rate")
-    norm.plot(*_points(trained, lambda record: record.grad_norm), color="tab:red", linewidth=1)
+    norm.plot(*points(trained, lambda record: record.grad_norm), color="tab:red", linewidth=1)
     norm.set_title("gradient norm before clipping")
-    speed.plot(*_points(trained, lambda record: record.processed_tokens_per_s), linewidth=1, label="processed")
-    speed.plot(*_points(trained, lambda record: record.trained_tokens_per_s), linewidth=1, label="trained")
+    speed.plot(*points(trained, lambda record: record.processed_tokens_per_s), linewidth=1, label="processed")
+    speed.plot(*points(trained, lambda record: record.trained_tokens_per_s), linewidth=1, label="trained")
     speed.set_ylim(bottom=0)
     speed.set_title("tokens/s")
     speed.legend()
@@ -77,19 +77,17 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
     temporary.replace(path)
 
 
-def _points(
-    records: Sequence[StepRecord], value: Callable[[StepRecord], float | None]
-) -> tuple[np.ndarray, np.ndarray]:
+def points(records: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values where there are any, averaged in equal bins when there are more than a line can show."""
     pairs = [(record.step, found) for record in records if (found := value(record)) is not None]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    if len(table) > _MOST_POINTS:
-        bins = np.array_split(table, _MOST_POINTS)
+    if len(table) > MOST_POINTS:
+        bins = np.array_split(table, MOST_POINTS)
         table = np.stack([part.mean(axis=0) for part in bins])
     return table[:, 0], table[:, 1]
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """Exponential moving average without the pull of its first value (the weights of each average sum to one)."""
     keep = 0.9
     smoothed, total, weight = np.empty_like(values), 0.0, 0.0

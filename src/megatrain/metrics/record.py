@@ -58,16 +58,21 @@ def read_records(path: Path) -> list[StepRecord]:
         return []
     lines = path.read_bytes().split(b"\n")
     whole, tail = lines[:-1], lines[-1]
-    records = [_parse(line, path, number) for number, line in enumerate(whole, start=1)]
+    records = [parse_record(line, path, number) for number, line in enumerate(whole, start=1)]
     if tail:
         try:
-            records.append(_parse(tail, path, len(lines)))
+            records.append(parse_record(tail, path, len(lines)))
         except UserError:
             pass  # the write of this line never ended; its step is computed again
     return records
 
 
-def _parse(line: bytes, path: Path, number: int) -> StepRecord:
+def parse_record(line: bytes, path: Path, number: int) -> StepRecord:
+    """One line of the file; `path` and `number` are for the error.
+
+    Raises:
+        UserError: The line is damaged.
+    """
     try:
         # unknown names are left out: a file of a newer version stays readable
         return StepRecord(**{name: value for name, value in orjson.loads(line).items() if name in _KNOWN})

@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
-from megatrain.models.structure import Structure, with_submodule
+from megatrain.models.structure import Structure, attention_shape, with_submodule
 from megatrain.models.templates import LayerCode, Variant, template_groups
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -94,9 +94,11 @@ class _GivenOutput:
 def _can_flex(model: nn.Module) -> bool:
     """Whether the family supports flex attention, with heads of a size that its kernels take (a power of two, at least 16)."""
     config = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    heads = getattr(config, "num_attention_heads", None)
-    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if isinstance(heads, int) else 0)
-    return bool(getattr(model, "_supports_flex_attn", False)) and dim >= 16 and dim & (dim - 1) == 0
+    shape = attention_shape(config)
+    if shape is None or not getattr(model, "_supports_flex_attn", False):
+        return False
+    *_, dim = shape
+    return dim >= 16 and dim & (dim - 1) == 0
 
 
 class Shell:

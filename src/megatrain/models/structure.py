@@ -234,6 +234,19 @@ def _read_before_layers(model: nn.Module, base_name: str, layers_name: str) -> s
     return set(shell_names)
 
 
+def attention_shape(config: Any) -> tuple[int, int, int] | None:
+    """(heads, key-value heads, head size) of a text config. None where it has no such heads, or layers differ in them."""
+    try:
+        heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+        kv_heads = getattr(config, "num_key_value_heads", None)
+    except RuntimeError:
+        # transformers refuses to read from a model's config what differs between its layers (Gemma 4)
+        return None
+    if not isinstance(heads, int):
+        return None
+    return heads, kv_heads or heads, dim or config.hidden_size // heads
+
+
 def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
     """A copy of `root`, shallow but along `path`, at whose end `replacement` stands. `root` is not changed."""
     twin = copy.copy(root)

@@ -51,7 +51,7 @@ class Options:
         weight_slots, gradient_slabs: Buffers.
         staged: Planes are not pinned; copies go through two pinned buffers.
         threads: Of AdamW.
-        offload: Whether layer inputs may be moved to the host.
+        offload: Whether the inputs of recomputed layers wait on the host: as many as must, all, or none.
     """
 
     compute: Compute = "bf16"
@@ -67,7 +67,7 @@ class Options:
     gradient_slabs: int = 12
     staged: bool = False
     threads: int | None = None
-    offload: bool = True
+    offload: Literal["auto", "on", "off"] = "auto"
 
     @property
     def compute_bytes(self) -> int:

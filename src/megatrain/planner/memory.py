@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatrain.planner.choice import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, Policy, StepSize
 from megatrain.planner.shape import ModelShape
 
@@ -38,17 +40,20 @@ SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
 
 
-def saved_bytes(shape: ModelShape, layer: int, tokens: int, options: Options) -> float:
-    """Per token: all that a layer's backward can use; rows of `tokens`."""
+KEPT_SHARE: dict[Policy, float] = {"keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "recompute": 0.0}
+"""Of what a layer could keep beside its output. See [Note: held and working memory of a layer]."""
+
+
+def saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarray:
+    """Per token: all that each layer's backward can use, (L,) bytes; rows of `tokens`."""
     factor = options.compute_bytes / 2 * (1.0 if options.compiled else EAGER_FACTOR)
-    return shape.cost(layer).saved_bytes.at(tokens) * factor
+    return np.array([cost.saved_bytes.at(tokens) for cost in shape.costs])[shape.group_index] * factor
 
 
 def held_bytes(shape: ModelShape, layer: int, policy: Policy, tokens: int, options: Options) -> float:
     """Per token: what a layer holds between its forward and its backward beside its input; its output not included."""
     output = shape.hidden * options.compute_bytes
-    rest = max(0.0, saved_bytes(shape, layer, tokens, options) - output)
-    return {"keep": rest, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET * rest, "recompute": 0.0}[policy]
+    return max(0.0, float(saved_by_layer(shape, tokens, options)[layer]) - output) * KEPT_SHARE[policy]
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
 
 
 def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> list[tuple[dict[str, float], str]]:
-    """(what is there beside the fixed lines, when) of the moments that can be the worst."""
+    """(what is there beside the fixed lines, when) of the moments that can be the worst; of the layers only the worst."""
     cut = Cut.of(step, choice)
     hidden = cut.window_tokens * shape.hidden * options.compute_bytes
     inputs, held = _held_by_layer(shape, step, options, choice)
@@ -100,7 +105,7 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
     # [final norm] its fp32 copy of the input, its result before and after the weight, and the gradient of the result
     norm = hidden * 3 + (cut.window_tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
     in_flight = 2 * hidden if choice.offloaded else 0
-    all_inputs, all_held = sum(inputs) + hidden, sum(held)
+    all_inputs, all_held = float(inputs.sum()) + hidden, float(held.sum())
     matrix = shape.head_matrix
     part = matrix * options.compute_bytes
     entries = cut.head_tokens * shape.vocabulary
@@ -123,66 +128,49 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
             "head",
         ),
         (
-            {**kept, "final norm": norm + 12 * cut.window_tokens * shape.hidden, "gradient of the head": head_sum},
+            {**kept, "final norm": norm + 12 * cut.window_tokens * shape.hidden, "gradient of the head": done_sum},
             "final norm's backward",
         ),
     ]
     # a tied head's gradient waits for the embedding's; a streamed one's leaves during the last layer's backward
     head_waits = done_sum if shape.tied else shape.head * gradient * choice.resident_head
-    resident_gradients = float(0)
-    for layer in reversed(range(shape.depth)):
-        all_inputs -= inputs[layer + 1] if layer + 1 < shape.depth else 0
-        resident = layer < choice.resident_layers
-        resident_gradients += shape.layers[layer] * gradient * resident
-        saved = saved_bytes(shape, layer, step.tokens, options) * cut.chunk_tokens
-        own = held[layer] / cut.chunks  # of the chunk in work
-        work = max(0.0, BACKWARD_FACTOR * saved - own) + shape.layers[layer] * options.compute_bytes
-        leaving = shape.head * options.transport_bytes if layer == shape.depth - 1 and not shape.tied else 0
-        moments.append(
-            (
-                {
-                    "layer inputs": all_inputs - hidden + in_flight,
-                    "kept activations": all_held,
-                    "gradients of hidden states": 2 * hidden,
-                    "one layer's backward": work,
-                    "gradient of the head": max(head_waits, leaving),
-                    "gradients of resident layers": resident_gradients,
-                },
-                f"backward of layer {layer}",
-            )
-        )
-        all_held -= held[layer]
-    embedding = shape.embedding * (options.compute_bytes + options.transport_bytes)
-    moments.append(
-        (
-            {
-                "gradients of hidden states": hidden,
-                "gradient of the embedding": embedding,
-                "gradient of the head": head_waits,
-                "gradients of resident layers": resident_gradients,
-            },
-            "end of the backward",
-        )
-    )
-    return moments
+    leaving = np.zeros(shape.depth)
+    leaving[-1] = 0 if shape.tied else shape.head * options.transport_bytes
+    resident = shape.sizes * gradient * (np.arange(shape.depth) < choice.resident_layers)
+    saved = saved_by_layer(shape, step.tokens, options) * cut.chunk_tokens
+    own = held / cut.chunks  # of the chunk in work
+    during = {  # of each layer's backward
+        "layer inputs": np.cumsum(inputs) + in_flight + hidden * (options.segment - 1),
+        "kept activations": np.cumsum(held),
+        "gradients of hidden states": np.full(shape.depth, 2.0 * hidden),
+        "one layer's backward": np.maximum(0.0, BACKWARD_FACTOR * saved - own) + shape.sizes * options.compute_bytes,
+        "gradient of the head": np.maximum(head_waits, leaving),
+        "gradients of resident layers": np.cumsum(resident[::-1])[::-1],
+    }
+    worst = int(np.argmax(sum(during.values())))
+    moments.append(({name: float(sizes[worst]) for name, sizes in during.items()}, f"backward of layer {worst}"))
+    end = {
+        "gradients of hidden states": hidden,
+        "gradient of the embedding": shape.embedding * (options.compute_bytes + options.transport_bytes),
+        "gradient of the head": head_waits,
+        "gradients of resident layers": float(resident.sum()),
+    }
+    return [*moments, (end, "end of the backward")]
 
 
 def _held_by_layer(
     shape: ModelShape, step: StepSize, options: Options, choice: Choice
-) -> tuple[list[float], list[float]]:
-    """(input, kept activations) of each layer on the device while the head runs."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """(input, kept activations) of each layer on the device while the head runs; (L,) bytes each."""
     cut = Cut.of(step, choice)
     hidden = cut.window_tokens * shape.hidden * options.compute_bytes
-    inputs = [
-        0.0 if i < choice.offloaded or (options.segment > 1 and i % options.segment) else float(hidden)
-        for i in range(shape.depth)
-    ]
-    held = []
-    for layer, policy in enumerate(choice.policies):
-        size = held_bytes(shape, layer, policy, step.tokens, options) * cut.window_tokens
-        # with several chunks the joined output is a copy, beside the parts that belong to the graphs
-        held.append(size + hidden if policy != "recompute" and cut.chunks > 1 else size)
-    return inputs, held
+    layers = np.arange(shape.depth)
+    inputs = np.where((layers >= choice.offloaded) & (layers % options.segment == 0), float(hidden), 0.0)
+    rest = np.maximum(0.0, saved_by_layer(shape, step.tokens, options) - shape.hidden * options.compute_bytes)
+    shares = np.array([KEPT_SHARE[policy] for policy in choice.policies])
+    # with several chunks the joined output is a copy, beside the parts that belong to the graphs
+    copies = hidden * (shares > 0) if cut.chunks > 1 else 0.0
+    return inputs, rest * shares * cut.window_tokens + copies
 
 
 def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:

@@ -211,7 +211,8 @@ def _refusal(shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, op
     choice = Search(shape, machine, step, caps, options).leanest()
     host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice)
     text = [
-        f"{shape.name} ({shape.parameters / 1e9:.3g} B parameters), {step.rows} x {step.tokens} tokens a step, does not fit {machine.name}"
+        f"{shape.name} ({shape.parameters / 1e9:.3g} B parameters), {step.rows} x {step.tokens} tokens a step, "
+        f"does not fit {machine.name}"
     ]
     for place, lines, allowed in (("host", host, caps.host_bytes), ("device", device.lines, caps.device_bytes)):
         needed = sum(lines.values())
@@ -220,7 +221,8 @@ def _refusal(shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, op
         text += [f"    {gib(size):>11}  {name}" for name, size in lines.items()]
     if resident := choice.resident_elements(shape):
         text.append(f"  ({resident / 1e9:.3g} B parameters are on the device already)")
-    short = sum(host.values()) > caps.host_bytes, device.nbytes > caps.device_bytes
+    # offloaded inputs are on the host because the device is too small for them
+    short = sum(host.values()) > caps.host_bytes, device.nbytes > caps.device_bytes or choice.offloaded > 0
     text.append("  ways down:")
     text += [f"    - {way}" for way in _ways(shape, machine, step, caps, options, choice, *short)]
     return "\n".join(text)
@@ -260,10 +262,12 @@ def _ways(
             ways.append(f"shorter rows: {shorter.rows} of {shorter.tokens} tokens; {fits(new_step=shorter)}")
         ways.append("a larger device, or a higher memory.device_gib")
     if host:
-        needed = sum(host_lines(shape, step, options, choice).values())
+        lines = host_lines(shape, step, options, choice)
+        needed = sum(lines.values())
         resident = choice.resident_elements(shape)
         width = 12 + options.gradient_bytes(choice.windows)
-        most = resident + max(0, caps.host_bytes - PROCESS_BYTES) / width
+        other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
+        most = resident + max(0, caps.host_bytes - other) / width
         ways.append(f"a host with {gib(needed)} for the run, or a higher memory.host_gib")
         ways.append(f"a model of at most about {most / 1e9:.3g} B parameters")
     return ways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from megatrain.planner.choice import Lines
@@ -33,6 +34,11 @@ def plan_text(plan: Plan) -> str:
         f"  {plan.tokens_per_s:,.0f} tokens/s, {_length(plan)}",
     ]
     return "\n".join(out)
+
+
+def plan_json(plan: Plan) -> str:
+    """The whole plan for programs."""
+    return json.dumps(plan.as_dict(), indent=1)
 
 
 def _table(title: str, lines: Lines, allowed: int | None) -> list[str]:

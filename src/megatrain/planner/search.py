@@ -1,11 +1,11 @@
 """The search: the fastest predicted step that fits. Small, because what can be decided by rule is decided by rule.
 
-Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these the
-rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with activations,
-first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back first. The number
-of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave something to gain.
-Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans less on the link and
-on the CPU.
+Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these
+the rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with
+activations, first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back
+first. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave
+something to gain. Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans
+less on the link and on the CPU.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Search:
         found: list[Candidate] = []
         for windows in self._windows():
             found += [c for layers in coarse for c in self._with_residents(layers, windows)]
-            if not found:  # what fits may lie between two coarse points
+            if not found and windows == 1:  # what fits may lie between two coarse points
                 between = (layers for layers in range(depth + 1) if layers not in coarse)
-                found += [c for layers in between for c in self._with_residents(layers, windows)]
+                found += itertools.islice((c for layers in between for c in self._with_residents(layers, windows)), 50)
             if found and self._little_to_gain(min(found, key=_seconds)):
                 break
         if not found:
@@ -69,20 +69,23 @@ class Search:
 
     def any_fits(self) -> bool:
         """Whether anything fits, without looking for the fastest."""
-        bases = (b for windows in self._windows() for n in range(self.shape.depth + 1) for b in self._bases(n, windows))
-        return any(self._filled(base) is not None for base in bases)
+        return any(self._filled(base) is not None for base in self._all_bases())
 
     def leanest(self) -> Choice:
         """The choice that comes nearest to fitting, for the message that nothing does: the device first, then the host."""
 
-        def missing(choice: Choice) -> tuple[int, int]:
+        def missing(choice: Choice) -> tuple[int, int, int]:
             host = sum(host_lines(self.shape, self.step, self.options, choice).values()) - self.caps.host_bytes
             device = device_peak(self.shape, self.step, self.options, choice).nbytes - self.caps.device_bytes
-            return max(0, device), max(0, host)
+            return max(0, device), max(0, host), choice.windows
 
-        bases = (b for windows in self._windows() for n in range(self.shape.depth + 1) for b in self._bases(n, windows))
-        offloads = (0, self.shape.depth) if self._may_offload else (0,)
-        return min((replace(base, offloaded=n) for base in bases for n in offloads), key=missing)
+        return min((self._offloaded(base) or base for base in self._all_bases()), key=missing)
+
+    def _all_bases(self) -> Iterator[Choice]:
+        """Of every number of resident layers, up to some forty of them."""
+        depth = self.shape.depth
+        counts = sorted({*range(0, depth + 1, 1 + depth // 40), depth})
+        return (base for windows in self._windows() for layers in counts for base in self._bases(layers, windows))
 
     def _around(self, layers: int, stride: int) -> range:
         return range(max(0, layers - stride + 1), min(self.shape.depth, layers + stride - 1) + 1)
@@ -109,7 +112,8 @@ class Search:
 
     @property
     def _may_offload(self) -> bool:
-        return self.options.offload and self.options.segment == 1 and self.options.policy in ("auto", "recompute")
+        options = self.options
+        return options.offload != "off" and options.segment == 1 and options.policy in ("auto", "recompute")
 
     @property
     def _may_reside(self) -> bool:
@@ -129,8 +133,8 @@ class Search:
         policy: Policy = "recompute" if options.policy == "auto" else options.policy
         embedding_choices = (False, True) if self._may_reside and shape.embedding else (False,)
         head_choices = (False, True) if self._may_reside and shape.head else (False,)
-        cuts = itertools.product(self._chunk_rows(windows), self._head_tokens(windows), embedding_choices, head_choices)
-        for chunk_rows, head_tokens, embedding, head in cuts:
+        cuts = itertools.product(embedding_choices, head_choices, self._chunk_rows(windows), self._head_tokens(windows))
+        for embedding, head, chunk_rows, head_tokens in cuts:
             yield Choice(layers, embedding, head, (policy,) * shape.depth, 0, windows, chunk_rows, head_tokens)
 
     def _windows(self) -> list[int]:
@@ -155,12 +159,16 @@ class Search:
     def _fits(self, choice: Choice) -> bool:
         return device_peak(self.shape, self.step, self.options, choice).nbytes <= self.caps.device_bytes
 
+    def _fits_host(self, choice: Choice) -> bool:
+        return sum(host_lines(self.shape, self.step, self.options, choice).values()) <= self.caps.host_bytes
+
     def _filled(self, base: Choice) -> Choice | None:
         """The base with as few offloaded inputs as it needs and as many kept activations as fit; None if it does not fit."""
-        if sum(host_lines(self.shape, self.step, self.options, base).values()) > self.caps.host_bytes:
+        if not self._fits_host(base):
             return None
-        if not self._fits(base):
-            return self._offloaded(base)
+        if self.options.offload == "on" or not self._fits(base):
+            offloaded = self._offloaded(base)
+            return offloaded if offloaded is not None and self._fits_host(offloaded) else None
         if self.options.policy != "auto" or self.options.segment > 1:
             return base
         depth = self.shape.depth
@@ -172,13 +180,14 @@ class Search:
         return _most(depth, lambda n: _policies(base, selective=depth - n, keep=n), self._fits)
 
     def _offloaded(self, base: Choice) -> Choice | None:
+        """The base with as many offloaded inputs as the device needs, None if that is not enough; the host is not asked."""
         depth = self.shape.depth
         if not self._may_offload or not self._fits(replace(base, offloaded=depth)):
             return None
+        if self.options.offload == "on":
+            return replace(base, offloaded=depth)
         fewest = bisect.bisect_left(range(depth + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
-        choice = replace(base, offloaded=fewest)
-        host = sum(host_lines(self.shape, self.step, self.options, choice).values())
-        return choice if host <= self.caps.host_bytes else None
+        return replace(base, offloaded=fewest)
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -188,8 +197,8 @@ def _seconds(candidate: Candidate) -> float:
 def _policies(base: Choice, *, selective: int = 0, keep: int = 0) -> Choice:
     """The last `keep` layers keep all, `selective` before them part."""
     rest = len(base.policies) - selective - keep
-    policies: tuple[Policy, ...] = ("recompute",) * rest + ("selective",) * selective + ("keep",) * keep
-    return replace(base, policies=policies)
+    order: tuple[tuple[Policy, int], ...] = (("recompute", rest), ("selective", selective), ("keep", keep))
+    return replace(base, policies=tuple(policy for policy, count in order for _ in range(count)))
 
 
 def _most(depth: int, with_count: Callable[[int], Choice], fits: Callable[[Choice], bool]) -> Choice:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -47,6 +48,16 @@ class ModelShape:
     @property
     def depth(self) -> int:
         return len(self.layers)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """`layers` as (L,) floats."""
+        return np.array(self.layers, dtype=np.float64)
+
+    @cached_property
+    def group_index(self) -> np.ndarray:
+        """`groups` as (L,) integers."""
+        return np.array(self.groups, dtype=np.int64)
 
     @cached_property
     def unit_elements(self) -> dict[str, int]:

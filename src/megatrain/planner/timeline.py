@@ -1,17 +1,17 @@
 """Seconds of a step: the pipeline of updates, copies and layers, played through unit by unit.
 
 [Note: the rates]
-A phase of a layer takes its products at a fraction of the machine's matrix rate, its attention at the measured attention rate, and
-its pointwise work as a multiple of the bytes that the layer saves over the device's bandwidth. The fractions and multiples below
-were fitted once to Qwen3-8B layers (193 M parameters) at 32 x 1024 tokens on an H200 (forward 18.2 ms without gradients, 20.9 ms
-keeping all, backward 41.1 ms, 44.3 ms where budget 0.5 recomputes) and to its head (0.188 s for 32 k tokens); what differs between
-machines is in `Machine`, what differs between models is in the traced counts.
+A phase of a layer takes its products at a fraction of the machine's matrix rate, its attention at the measured attention rate,
+and its pointwise work as a multiple of the bytes that the layer saves over the device's bandwidth. The fractions and multiples
+below were fitted once to Qwen3-8B layers (193 M parameters) at 32 x 1024 tokens on an H200 (forward 18.2 ms without gradients,
+20.9 ms keeping all, backward 41.1 ms, 44.3 ms where budget 0.5 recomputes) and to its head (0.188 s for 32 k tokens). What
+differs between machines is in `Machine`, what differs between models is in the traced counts.
 
 [Note: the pipeline]
-Time 0 is the end of the previous step. Resident units are updated first, on the compute stream. Host units are updated in forward
-order by the CPU, under the forward: a layer's copy starts when its update has ended, the copy before it has, and its slot is free;
-its forward starts when the copy has ended and the forward before it has. In the backward the copies run the other way, and a
-layer's gradient leaves behind its backward; the backward after next waits for that.
+Time 0 is the end of the previous step. Resident units are updated first, on the compute stream. Host units are updated in
+forward order by the CPU, under the forward: a layer's copy starts when its update has ended, the copy before it has, and its slot
+is free; its forward starts when the copy has ended and the forward before it has. In the backward the copies run the other way,
+and a layer's gradient leaves behind its backward; the backward after next waits for that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Cut, Options, Policy, StepSize
-from megatrain.planner.memory import held_bytes, saved_bytes
+from megatrain.planner.memory import KEPT_SHARE
 from megatrain.planner.shape import ModelShape
 
 FORWARD_FRACTION = 0.975
@@ -102,9 +102,7 @@ def layer_seconds(
     if policy == "recompute":
         backward += saving
     elif policy == "selective":
-        whole = max(1.0, saved_bytes(shape, layer, step.tokens, options) - shape.hidden * options.compute_bytes)
-        missing = 1.0 - held_bytes(shape, layer, policy, step.tokens, options) / whole
-        backward += REBUILD_TRAFFIC * traffic * missing
+        backward += REBUILD_TRAFFIC * traffic * (1.0 - KEPT_SHARE[policy])
     least = LAUNCH_S * cut.chunks
     forward = plain if policy == "recompute" else saving
     return LayerSeconds(max(forward, least), max(backward, least * (2 if policy == "recompute" else 1)))

@@ -30,6 +30,7 @@ from megatrain.models.structure import Structure, Unit, with_submodule
 logger = logging.getLogger(__name__)
 
 TRACED_LENGTHS = (128, 256)
+"""Multiples of the blocks of linear attention; a model with fewer positions is traced at shorter ones."""
 TOP_K_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -52,9 +53,9 @@ class Line:
         return self.constant + self.slope * tokens
 
     @classmethod
-    def through(cls, values: tuple[float, float]) -> Line:
-        """Through the values at `TRACED_LENGTHS`."""
-        short, long = TRACED_LENGTHS
+    def through(cls, lengths: tuple[int, int], values: tuple[float, float]) -> Line:
+        """Through the values at two lengths."""
+        short, long = lengths
         slope = (values[1] - values[0]) / (long - short)
         return cls(values[0] - slope * short, slope)
 
@@ -76,10 +77,12 @@ class LayerCost:
 
 def trace_layer(structure: Structure, unit: Unit, arguments: Captured) -> LayerCost:
     """Count one layer. Where its code does not run on meta tensors, estimate it from its matrices, with a warning."""
+    config: Any = structure.model.config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or TRACED_LENGTHS[1]
+    lengths = TRACED_LENGTHS if positions >= TRACED_LENGTHS[1] else (max(1, positions // 4), max(2, positions // 2))
     try:
-        counts = [_run(structure, unit, arguments(length)) for length in TRACED_LENGTHS]
-    except Exception as error:
-        # whatever HF's code of some family raises on tensors without values: NotImplementedError, RuntimeError, TypeError...
+        counts = [_run(structure, unit, arguments(length)) for length in lengths]
+    except _NO_VALUES as error:
         logger.warning(
             "%s: the layer's code does not run without values (%s); its memory and time are estimated from its matrices",
             unit.name,
@@ -87,11 +90,16 @@ def trace_layer(structure: Structure, unit: Unit, arguments: Captured) -> LayerC
         )
         return _from_matrices(structure, unit)
     return LayerCost(
-        Line.through((counts[0].saved_bytes, counts[1].saved_bytes)),
-        Line.through((counts[0].product_flops, counts[1].product_flops)),
-        Line.through((counts[0].attention_flops, counts[1].attention_flops)),
+        Line.through(lengths, (counts[0].saved_bytes, counts[1].saved_bytes)),
+        Line.through(lengths, (counts[0].product_flops, counts[1].product_flops)),
+        Line.through(lengths, (counts[0].attention_flops, counts[1].attention_flops)),
     )
 
+
+_NO_VALUES = (
+    NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, StopIteration
+)  # fmt: skip
+"""What HF's code of some family raises on tensors without values."""
 
 Captured = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -137,9 +145,9 @@ def layer_arguments(
         for name, p in structure.model.named_parameters()
         if name.startswith(prefix) and layers_prefix not in name
     }
-    # On the CPU, zeros of this size are not touched memory: only the rows that are read are ever mapped.
+    # One zero, seen as a tensor of the shape: torch.zeros would write to all of an embedding's gigabytes.
     bound = {
-        name.removeprefix(prefix): torch.zeros(p.shape, dtype=p.dtype, device=ids_BT.device)
+        name.removeprefix(prefix): torch.zeros((), dtype=p.dtype, device=ids_BT.device).expand(p.shape)
         for name, p in base_parameters.items()
     }
     bound |= {name.removeprefix(prefix): b for name, b in buffers.items() if name.startswith(prefix)}

@@ -1,0 +1,283 @@
+"""`megatrain export` and `megatrain verify`: a plain Hugging Face folder out of a checkpoint, and the check of every byte.
+
+The export goes unit by unit, like all reading and writing here: the exact masters of a unit are put together, rounded once to
+the type that is asked for, and written under checkpoint names. Then the folder is loaded as anybody would load it and compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatrain import __version__
+from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
+from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
+from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
+from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
+from megatrain.errors import UserError
+from megatrain.host import planes as plane_math
+from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
+from megatrain.models.conversion import to_checkpoint, unit_of_names
+from megatrain.models.structure import Structure, Unit, persistent_buffers, take_apart
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], object]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CARD = "README.md"
+SOURCE_CARD = "README.source.md"
+TRIAL_TOKENS = 16
+SLACK_BYTES = 16 << 20
+
+
+def find_checkpoint(given: Path) -> Path:
+    """The checkpoint that is meant: a checkpoint's own folder, or the newest complete one of a run.
+
+    Raises:
+        UserError: There is none.
+    """
+    if (given / MANIFEST_FILE).is_file():
+        return given
+    newest = latest_complete(given / "checkpoints") if (given / "checkpoints").is_dir() else None
+    if newest is None:
+        there = "holds no complete checkpoint" if given.is_dir() else "no such folder"
+        raise UserError(there, str(given), "give a run's folder, or a checkpoint like RUN/checkpoints/step_000100")
+    return newest
+
+
+def export(
+    given: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    say: Say = logger.info,
+) -> Path:
+    """Write a plain Hugging Face folder from a checkpoint, and prove that it loads and computes the same.
+
+    Args:
+        given: A checkpoint, or a run: its newest one.
+        out: The folder to make. It must not exist.
+        dtype: `bf16`, `fp16` or `fp32`; None: the type of the model that training began with.
+        trust_remote_code: Whether code in the checkpoint may run.
+        say: Takes lines for people.
+
+    Returns:
+        `out`.
+
+    Raises:
+        UserError: No such checkpoint, a damaged one, no room, or the folder that was written does not compute the same (it
+            is removed then).
+    """
+    source, out = find_checkpoint(Path(given)), Path(out)
+    refuse_if_taken(out)
+    manifest = read_manifest(source)
+    if STATE_FILE not in manifest.files:
+        raise UserError("holds weights only and is a plain model folder already", str(source), "copy it")
+    # The checkpoint's own bf16 model is what the checkpoint's names and shapes are of.
+    config = load_model_config(source, trust_remote_code)
+    structure = take_apart(build_meta_model(config, compute_dtype=torch.bfloat16, trust_remote_code=trust_remote_code))
+    with OpenCheckpoint(source, structure) as opened:
+        target = _target_dtype(dtype, opened.source_dtype)
+        refuse_if_no_room(out, structure.param_count * 4 + SLACK_BYTES)
+        plain = build_meta_model(config, compute_dtype=target, trust_remote_code=trust_remote_code)
+        keep_fp32 = fp32_parameter_names(plain, target)
+        rest = [name for name in manifest.files if _goes_along(name, source)]
+        say(f"{source}: step {opened.step}, to {out} as {str(target).removeprefix('torch.')}")
+
+        def units() -> Iterable[tuple[Unit, dict[str, torch.Tensor]]]:
+            for unit in structure.units:
+                masters, buffers = opened.masters(unit)
+                yield unit, {name: _rounded(m, target, name in keep_fp32) for name, m in masters.items()} | buffers
+
+        with FolderWriter(out) as folder:
+            saved = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            folder.write_json("config.json", with_dtype(saved, str(target).removeprefix("torch.")))
+            for name in rest:
+                folder.copy_file(SOURCE_CARD if name == CARD else name, source / name)
+            folder.write_bytes(CARD, _card(source, opened, saved, target).encode())
+            _write_weights(folder, structure, units())
+            folder.finish_plain(lambda: verify_export(folder.temp, opened, plain, keep_fp32, trust_remote_code, say))
+    say(f"{out}: read back, loaded with transformers, every tensor and the logits equal")
+    return out
+
+
+def verify_export(
+    folder: Path,
+    opened: OpenCheckpoint,
+    plain: PreTrainedModel,
+    keep_fp32: set[str],
+    trust_remote_code: bool,
+    say: Say = logger.info,
+) -> None:
+    """Load a folder as anybody would, and compare it with the checkpoint: every tensor, then the logits of a few tokens.
+
+    The logits are those of the loaded model and those of a model built from the checkpoint's config with the same weights
+    bound to it, so that everything but the weights (config, buffers, ties) is compared as well.
+
+    Raises:
+        UserError: Something differs.
+    """
+    where, target = str(folder), plain.dtype
+    try:
+        made: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=target, output_loading_info=True, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"is not loaded by transformers: {error}", where) from error
+    loaded, info = made
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise UserError(f"does not load as it should: {kind} {sorted(map(str, info[kind]))[:3]}", where)
+    loaded = loaded.eval()
+    state = loaded.state_dict()
+    structure = take_apart(plain)
+    bound: dict[str, torch.Tensor] = {}
+    for unit in structure.units:
+        masters, buffers = opened.masters(unit)
+        wanted = {name: _rounded(m, target, name in keep_fp32) for name, m in masters.items()} | buffers
+        for name, tensor in wanted.items():
+            if name not in state or state[name].dtype != tensor.dtype or not torch.equal(state[name], tensor):
+                raise UserError(f"{name} is not what was trained", where)
+            bound[name] = state[name]
+    ids = torch.arange(TRIAL_TOKENS)[None] % plain.config.get_text_config().vocab_size
+    own = persistent_buffers(plain)
+    fixed = {name: buffer for name, buffer in plain.named_buffers() if name not in own}
+    with torch.no_grad():
+        theirs = loaded(input_ids=ids, use_cache=False).logits
+        mine = functional_call(plain.eval(), {**fixed, **bound}, kwargs={"input_ids": ids, "use_cache": False}).logits
+    if not torch.equal(theirs, mine):
+        raise UserError(
+            f"computes other logits than the checkpoint, by {(theirs - mine).abs().max().item():.3g}", where
+        )
+    if not bool(torch.isfinite(theirs).all()):
+        say(f"warning: {where}: the logits are not finite")
+
+
+@dataclass(frozen=True)
+class VerifySummary:
+    """What `verify` found.
+
+    Attributes:
+        folder: The checkpoint.
+        files, total_bytes: What was read.
+    """
+
+    folder: Path
+    files: int
+    total_bytes: int
+
+
+def verify(given: str | Path, *, say: Say = logger.info) -> VerifySummary:
+    """Compare every byte of a checkpoint with its checksum.
+
+    Args:
+        given: A checkpoint, or a run: its newest one.
+        say: Takes lines for people.
+
+    Raises:
+        UserError: Files are damaged or missing; names each, with its first damaged tensor.
+    """
+    folder = find_checkpoint(Path(given))
+    found, files, total_bytes = verify_checkpoint(folder)
+    if found:
+        lines = "\n".join(f"  {error.where}: {error.what}" for error in found)
+        other = latest_complete(folder.parent, except_for=folder)
+        raise UserError(
+            f"{len(found)} of {files} files are damaged:\n{lines}",
+            str(folder),
+            f"restore them, or go on from {other}" if other else "restore them, or take another checkpoint",
+        )
+    say(f"{folder}: {files} files, {total_bytes:,} bytes, all checksums are right")
+    return VerifySummary(folder, files, total_bytes)
+
+
+def _goes_along(name: str, source: Path) -> bool:
+    """Everything but weights, state and what is written anew."""
+    own = {"config.json", STATE_FILE, MANIFEST_FILE, MARKER_FILE, SOURCE_CARD}
+    is_weights = name.endswith((".safetensors", ".index.json"))
+    return not is_weights and name not in own and not name.startswith(STATE_FOLDER + "/")
+
+
+def _target_dtype(asked: str | None, source_dtype: str | None) -> torch.dtype:
+    if asked is not None:
+        return DTYPES[asked]
+    by_name = {str(known).removeprefix("torch."): known for known in DTYPES.values()}
+    return by_name.get(source_dtype or "", torch.bfloat16)
+
+
+def _rounded(master: torch.Tensor, target: torch.dtype, keep_fp32: bool) -> torch.Tensor:
+    """The master in the type it is exported in; bf16 is rounded as in training, so that it is the weight training used."""
+    if keep_fp32 or target == torch.float32:
+        return master
+    if target == torch.bfloat16:
+        hi, lo = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+        plane_math.split_(master.contiguous(), hi, lo)
+        return hi
+    rounded = master.to(target)
+    if bool(rounded.isinf().any()):
+        raise UserError("a weight is too large for fp16", remedy="export with --dtype bf16 or fp32")
+    return rounded
+
+
+def _write_weights(
+    folder: FolderWriter, structure: Structure, units: Iterable[tuple[Unit, dict[str, torch.Tensor]]]
+) -> None:
+    model = structure.model
+    assert isinstance(model, PreTrainedModel), type(model)
+    owners = set(unit_of_names(structure).values())
+    count = sum(1 for unit in structure.units if unit.layout.entries or unit.name in owners)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for _, tensors in units:
+        if not tensors:
+            continue
+        saved = to_checkpoint(model, tensors)
+        name = weights_file_name(len(set(weight_map.values())) + 1, count)
+        folder.write_tensors(name, saved)
+        weight_map |= dict.fromkeys(saved, name)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in saved.values())
+    write_index(folder, weight_map, total)
+
+
+def _card(source: Path, opened: OpenCheckpoint, config: dict[str, Any], target: torch.dtype) -> str:
+    """The model card: what the Hugging Face hub reads, and what a person should know."""
+    base = str(config.get("_name_or_path") or "")
+    licence = ""
+    if (source / CARD).is_file():
+        found = re.search(r"^license:.*$", (source / CARD).read_text(encoding="utf-8"), re.MULTILINE)
+        licence = found[0] + "\n" if found else ""
+    front = "library_name: transformers\npipeline_tag: text-generation\n" + licence
+    front += f"base_model: {base}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else ""
+    extra = opened.state.get("extra") or {}
+    rows = {
+        "architecture": ", ".join(config.get("architectures") or []),
+        "weights": str(target).removeprefix("torch."),
+        "optimizer steps": str(extra.get("step", opened.step)),
+        **{name: str(value) for name, value in (extra.get("schedule") or {}).items() if value is not None},
+        **({"rows per step": str(extra["data"].get("rows_per_step"))} if "data" in extra else {}),
+        **({"tokens per row": str(extra["data"].get("max_tokens"))} if "data" in extra else {}),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    source_card = (
+        f"\nThe card of the model that training began with is in `{SOURCE_CARD}`.\n"
+        if (source / CARD).is_file()
+        else ""
+    )
+    return (
+        f"---\n{front}---\n\n# {source.resolve().parent.parent.name or source.name}\n\n"
+        f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{source.name}`.\n"
+        f"{source_card}\n| | |\n|---|---|\n{table}\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```\n'
+    )

@@ -1,0 +1,42 @@
+"""What a step returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did.
+
+    Attributes:
+        loss: Mean cross entropy over the step's target tokens, None where there were none.
+        grad_norm: Global norm of the gradients before clipping, None without target tokens.
+        tokens: Target tokens.
+        skipped: Why no weight was changed, None when the update was launched.
+        seconds: `step` in all, and in it `forward`, `head`, `backward` (device time), `update_wait` (for AdamW),
+            `slab_wait` (for a free gradient slab).
+        loss_scale: Of this step (fp16), else 1.
+        moved_bytes: Copied between host and device for this step: `h2d` (weights, offloaded inputs), `d2h` (gradients, inputs).
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    tokens: int
+    skipped: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Cross entropies of a batch.
+
+    Attributes:
+        loss_sum: Sum over the target tokens.
+        tokens: Target tokens.
+    """
+
+    loss_sum: float
+    tokens: int

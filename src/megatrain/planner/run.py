@@ -1,0 +1,145 @@
+"""The plan of a run: from its config and the machine to a `Plan`. `megatrain plan`, and what `train` follows on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config.schema import RunConfig
+from megatrain.host.available import available_host_bytes
+from megatrain.machine.machine import Machine, load_machine
+from megatrain.planner.choice import Caps, Options, StepSize
+from megatrain.planner.memory import GIB
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
+from megatrain.planner.shape import shape_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_steps: int | None = None) -> Plan:
+    """Plan a run. Reads the model's config and no weights; probes this machine, or takes another's file.
+
+    Args:
+        run: The config.
+        machine_file: A machine file; None means this machine, with the memory that it has available now.
+        total_steps: Length of the run, where it is known better than from `schedule.steps`.
+
+    Raises:
+        UserError: The model or the machine file is not usable, or this machine has no GPU.
+        PlanRefused: Nothing fits.
+    """
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    folder = find_model_folder(run.model.path)
+    config = load_model_config(folder, run.model.trust_remote_code)
+    if machine_file is not None:
+        machine = load_machine(machine_file)
+        caps = _capped(caps_for(machine), run)
+    else:
+        machine = _this_machine(run)
+        caps = _capped(available_caps(machine), run)
+    return plan_config(config, run, machine, caps, folder.name, total_steps)
+
+
+def plan_config(
+    config: PreTrainedConfig, run: RunConfig, machine: Machine, caps: Caps, name: str, total_steps: int | None = None
+) -> Plan:
+    """Plan a run of a model config on a given machine. Pure."""
+    shape = shape_of(
+        config,
+        name=name,
+        attn_implementation=run.model.attn_implementation,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    step = StepSize(run.rows_per_step, run.data.max_tokens)
+    steps = total_steps or run.schedule.steps
+    return plan(shape, machine, step, caps, options_of(run), steps=steps)
+
+
+def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[str, Any]:
+    """The part of `HostEngine`'s keyword arguments that a plan decides: by the plan on a GPU, by the config alone on a CPU.
+
+    Args:
+        run: The config of a training run.
+        total_steps: As for `plan_run`.
+
+    Raises:
+        UserError, PlanRefused: As `plan_run`.
+    """
+    import torch
+
+    if run.run.device != "cpu" and torch.cuda.is_available():
+        return engine_options(plan_run(run, total_steps=total_steps))
+    activations = run.activations
+    return {
+        "kept": "all" if activations.policy == "keep" and activations.segment is None else (),
+        "selective": "all" if activations.policy == "selective" and activations.segment is None else (),
+        "offloaded": "all" if activations.offload == "on" else (),
+        "compile": activations.compile,
+        "weight_slots": run.memory.weight_slots,
+        "gradient_slabs": run.memory.gradient_slabs,
+        "gradient_plane": run.memory.gradient_plane,
+        "segment": activations.segment,
+        "chunk_rows": run.batch.chunk_rows,
+        "windows": run.batch.windows,
+        "head_chunk_tokens": run.batch.head_chunk_tokens,
+        "threads": run.run.threads,
+    }
+
+
+def options_of(run: RunConfig) -> Options:
+    """What the config decides. One window, which is the default, leaves their number to the plan."""
+    compute = "bf16" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
+    fp32_gradients = run.precision.grad_transport == "fp32" or (
+        run.precision.grad_transport == "auto" and compute == "fp32"
+    )
+    policy = run.activations.policy
+    if run.activations.segment is not None and policy == "auto":
+        policy = "recompute"
+    return Options(
+        compute=compute,
+        transport_bytes=4 if fp32_gradients else 2,
+        gradient_plane=run.memory.gradient_plane,
+        compiled=run.activations.compile == "auto",
+        policy=policy,
+        windows=run.batch.windows if run.batch.windows > 1 else None,
+        chunk_rows=run.batch.chunk_rows,
+        head_chunk_tokens=run.batch.head_chunk_tokens,
+        segment=run.activations.segment or 1,
+        weight_slots=run.memory.weight_slots,
+        gradient_slabs=run.memory.gradient_slabs,
+        staged=run.memory.pin == "staged",
+        threads=run.run.threads,
+        offload=run.activations.offload,
+    )
+
+
+def available_caps(machine: Machine) -> Caps:
+    """What this process can still take of this machine: free device memory, and free host memory within container limits."""
+    import torch
+
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else int(machine.device_gib * GIB)
+    return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * DEVICE_FRACTION))
+
+
+def _capped(caps: Caps, run: RunConfig) -> Caps:
+    host, device = run.memory.host_gib, run.memory.device_gib
+    return Caps(
+        caps.host_bytes if host == "auto" else min(caps.host_bytes, int(host * GIB)),
+        caps.device_bytes if device == "auto" else min(caps.device_bytes, int(device * GIB * DEVICE_FRACTION)),
+    )
+
+
+def _this_machine(run: RunConfig) -> Machine:
+    from megatrain.errors import UserError
+    from megatrain.machine.probe import probe
+
+    machine = probe("cuda" if run.run.device == "cuda" else "auto")
+    if machine.device_gib == 0:
+        raise UserError(
+            "this machine has no GPU to plan for",
+            "plan",
+            "give the figures of one with --machine FILE (docs/machines); on a CPU training needs no plan",
+        )
+    return machine

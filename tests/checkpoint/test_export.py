@@ -1,0 +1,139 @@
+"""`export` and `verify`: a plain folder that computes the same, and every damaged byte named (CASES 26, 28)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hosted import Hosted, save, save_family, trained
+from megatrain.checkpoint import export as module
+from megatrain.checkpoint.export import export, find_checkpoint, verify
+from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.cli import main
+from megatrain.errors import UserError
+
+
+def checkpoint(family: str, tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[Hosted, Path, Path]:
+    """(state, source folder, a run with one checkpoint of it)."""
+    source = tmp_path / "source"
+    save_family(family, source, dtype=dtype)
+    for name, text in {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "x",
+        "README.md": "---\nlicense: mit\n---\n",
+    }.items():
+        (source / name).write_text(text)
+    hosted = trained(source)
+    run = tmp_path / "run"
+    save(hosted, run / "checkpoints" / "step_000007", source, step=7)
+    return hosted, source, run
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path) -> None:
+    hosted, source, run = checkpoint(family, tmp_path)
+    out = export(run, tmp_path / "out")
+    mine, theirs = tensors(out), tensors(source)
+    assert {k: (t.shape, t.dtype) for k, t in mine.items()} == {k: (t.shape, t.dtype) for k, t in theirs.items()}
+    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(loaded[name], master) for name, master in hosted.masters().items()), (
+        "fp32: the exact masters"
+    )
+    assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == {
+        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja",
+        "README.md", "README.source.md",
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\n")
+    for words in ("license: mit", "library_name: transformers", "| optimizer steps | 7 |", "| weights | float32 |"):
+        assert words in card
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_export_in_another_type(word: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    hosted, _, run = checkpoint("llama", tmp_path)
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", word]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == dtype
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    size = sum(t.numel() * t.element_size() for t in tensors(tmp_path / "out").values())
+    assert size == 2 * hosted.structure.param_count, "not doubled"
+    for name, master in hosted.masters().items():
+        assert (loaded.state_dict()[name].float() - master).abs().max() <= master.abs().max() * torch.finfo(dtype).eps
+
+
+def test_a_bf16_source_is_exported_as_bf16(tmp_path: Path) -> None:
+    _, _, run = checkpoint("llama", tmp_path, torch.bfloat16)
+    assert {t.dtype for t in tensors(export(run, tmp_path / "out")).values()} == {torch.bfloat16}
+
+
+def test_an_export_that_computes_something_else_is_refused_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, run = checkpoint("llama", tmp_path)
+    real = module.with_dtype
+
+    def other_config(config: dict, dtype: str) -> dict:
+        return real(config, dtype) | {"rms_norm_eps": 0.5}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "with_dtype", other_config)
+        with pytest.raises(UserError, match="computes other logits"):
+            export(run, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        write = module.FolderWriter.write_tensors
+        half = lambda self, name, parts: write(self, name, {k: t * 0.5 for k, t in parts.items()})  # noqa: E731
+        patch.setattr(module.FolderWriter, "write_tensors", half)
+        with pytest.raises(UserError, match="is not what was trained"):
+            export(run, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "source"], "nothing is left"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(UserError, match="exists already"):
+        export(run, tmp_path / "out")
+
+
+def test_verify_names_every_damaged_file_and_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, run = checkpoint("llama", tmp_path)
+    folder = find_checkpoint(run)
+    assert main(["verify", str(run)]) == 0
+    assert "all checksums are right" in capsys.readouterr().out
+    damaged = sorted(folder.glob("state/*"))[0]
+    raw = bytearray(damaged.read_bytes())
+    raw[-1] ^= 1
+    damaged.write_bytes(bytes(raw))
+    (folder / "tokenizer.json").write_text("}{")
+    (folder / "generation_config.json").unlink()
+    assert main(["verify", str(folder)]) == 2
+    text = capsys.readouterr().err
+    assert "3 of" in text
+    for words in (f"{damaged}: the checkpoint is damaged: tensor ", "tokenizer.json: ", "generation_config.json: "):
+        assert words in text
+    with pytest.raises(UserError, match="damaged"):
+        export(folder, tmp_path / "out")
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+
+
+def test_weights_only_is_a_model_folder_of_two_bytes_a_parameter(tmp_path: Path) -> None:
+    hosted, source, _ = checkpoint("llama", tmp_path)
+    save_checkpoint(
+        tmp_path / "weights", structure=hosted.structure, store=hosted.store, buffers=hosted.buffers, state={"step": 3},
+        source_folder=source, weights_only=True,
+    )  # fmt: skip
+    assert not (tmp_path / "weights" / "state").exists()
+    assert verify(tmp_path / "weights").total_bytes < 2.3 * hosted.structure.param_count + 20_000
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").state_dict()
+    for unit in hosted.structure.units:
+        for local, full in unit.full_names():
+            assert torch.equal(loaded[full], unit.layout.view(hosted.store.units[unit.name].hi, local))
+    with pytest.raises(UserError, match="weights only"):
+        export(tmp_path / "weights", tmp_path / "out")

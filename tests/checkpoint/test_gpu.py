@@ -1,0 +1,73 @@
+"""Saves and loads under training with a real device: copies on other streams, units that live there, buffers that do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families import BY_NAME, batch, build
+from megatrain.executor.engine import HostEngine
+from megatrain.optim.adamw import AdamW
+
+pytestmark = pytest.mark.gpu
+
+
+def engine_of(family: str, **options: Any) -> HostEngine:
+    standard = {"compute_dtype": "bf16", "verify": "never", "optim": AdamW(learning_rate=1e-3)}
+    return HostEngine(build(BY_NAME[family], seed=0), device="cuda", **{**standard, **options})
+
+
+def train(engine: HostEngine, family: str, seeds: range) -> None:
+    for seed in seeds:
+        engine.train_step(batch(BY_NAME[family], seed=seed, rows=4, tokens=32, kind="padded"))
+
+
+def planes_of(engine: HostEngine) -> dict[str, torch.Tensor]:
+    engine._optimizer.wait_all()
+    engine._streams.synchronize()
+    return {
+        f"{name}.{kind}": plane.to("cpu", copy=True)
+        for name, planes in engine.store.units.items()
+        for kind, plane in planes.state().items()
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("buffer_bytes", [1, 10**9])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"resident": "all"}, {"resident": ["layer.0"], "kept": "all"}, {"pin": "staged"}, {"windows": 2}],
+    ids=str,
+)
+def test_a_save_under_training_is_of_one_step(
+    options: dict[str, Any], buffer_bytes: int, family: str, tmp_path: Path
+) -> None:
+    """CASES 21: what is saved while steps 3 and 4 run is step 2, wherever the units live; and it comes back there."""
+    with engine_of(family, **options) as engine:
+        train(engine, family, range(2))
+        wanted = planes_of(engine)
+        save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=buffer_bytes)
+        train(engine, family, range(2, 4))
+        save.result()
+    with engine_of(family, **options) as again:
+        again.load(tmp_path / "ckpt")
+        assert all(torch.equal(wanted[name], plane) for name, plane in planes_of(again).items())
+    with engine_of(family, **options) as lazy:
+        lazy.load(tmp_path / "ckpt", wait=False)
+        train(lazy, family, range(2, 3))
+
+
+def test_a_load_refreshes_the_buffers_on_the_device(tmp_path: Path) -> None:
+    with engine_of("deepseek_v3") as engine:
+        name = next(n for n in engine.buffers if "correction_bias" in n)
+        engine.buffers[name].fill_(0.5)
+        engine.save(tmp_path / "ckpt")
+    with engine_of("deepseek_v3") as again:
+        assert again._desk is not None
+        again.load(tmp_path / "ckpt")
+        on_device = again._desk._mirrors[name]
+        assert on_device.device.type == "cuda"
+        assert bool((on_device == 0.5).all())

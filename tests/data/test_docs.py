@@ -1,0 +1,31 @@
+"""docs/data.md names everything that can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from megatrain.config.schema import SourceConfig
+from megatrain.data.formats import FORMATS
+from megatrain.data.sources import COMPRESSED_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIX
+
+TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+
+
+def test_every_format_has_its_row_with_its_columns() -> None:
+    for name, format in FORMATS.items():
+        row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{name}` |"))
+        if name != "lines":  # takes what `text` takes, from plain text
+            for column in (*format.required, *format.optional):
+                assert column in row, (name, column)
+
+
+def test_every_format_can_be_set_by_hand() -> None:
+    assert set(get_args(SourceConfig.model_fields["format"].annotation)) == {"auto", *FORMATS}
+
+
+def test_every_suffix_is_named() -> None:
+    for suffix in (*RECORD_SUFFIXES, TEXT_SUFFIX):
+        assert suffix.removeprefix(".") in TEXT
+    for suffix in COMPRESSED_SUFFIXES:
+        assert suffix in TEXT

@@ -1,0 +1,126 @@
+"""Bytes by formula, against measurements on an H200 and against sums by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatrain.machine.machine import Machine
+from megatrain.planner.choice import Choice, Options, StepSize
+from megatrain.planner.memory import GIB, PROCESS_BYTES, device_peak, held_bytes, host_lines
+from megatrain.planner.shape import ModelShape
+
+Shapes = Callable[..., ModelShape]
+STEP = StepSize(32, 1024)
+
+
+def choice(shape: ModelShape, **changes: object) -> Choice:
+    plain = Choice(
+        resident_layers=0,
+        resident_embedding=False,
+        resident_head=False,
+        policies=("recompute",) * shape.depth,
+        offloaded=0,
+        windows=1,
+        chunk_rows=32,
+        head_chunk_tokens=4096,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(("policy", "measured_gib"), [("keep", 4.20), ("selective", 2.12), ("recompute", 0.25)])
+def test_a_layer_holds_what_was_measured(shape: Shapes, policy: str, measured_gib: float) -> None:
+    model = shape("qwen3-8b")
+    output = (
+        model.hidden * 2
+    )  # the measurement has the layer's output in it, the plan counts it as the next one's input
+    held = (held_bytes(model, 0, policy, 1024, Options()) + output) * STEP.all_tokens
+    assert held / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_peak_of_an_all_host_eager_step_as_measured(shape: Shapes) -> None:
+    model = shape("qwen3-8b")
+    peak = device_peak(model, STEP, Options(compiled=False), choice(model, chunk_rows=16, head_chunk_tokens=2355))
+    assert peak.nbytes / GIB == pytest.approx(22.6, rel=0.05)
+    assert peak.moment == "head"
+
+
+def test_host_memory_of_an_all_host_step_as_measured(shape: Shapes) -> None:
+    model = shape("qwen3-8b")
+    lines = host_lines(model, STEP, Options(), choice(model))
+    assert sum(lines.values()) / GIB == pytest.approx(108.5, rel=0.02)
+    assert sum(lines.values()) - PROCESS_BYTES == 14 * model.parameters
+
+
+def test_planes_are_12_bytes_a_parameter_and_gradients_follow_the_options(shape: Shapes) -> None:
+    model = shape("qwen3-8b", 4)
+    count = model.parameters
+
+    def planes(options: Options, **changes: object) -> int:
+        lines = host_lines(model, STEP, options, choice(model, **changes))
+        return sum(size for name, size in lines.items() if "slab" not in name and "process" not in name)
+
+    assert planes(Options()) == 14 * count
+    assert planes(Options(), windows=2) == 16 * count
+    assert planes(Options(gradient_plane=False)) == 12 * count
+    assert planes(Options(compute="fp32", transport_bytes=4)) == 16 * count
+
+
+def test_resident_units_move_from_host_to_device(shape: Shapes) -> None:
+    model = shape("qwen3-8b", 4)
+    moved = choice(model, resident_layers=2, resident_head=True)
+    elements = 2 * model.layers[0] + model.head
+    assert moved.resident_elements(model) == elements
+    at_home = sum(host_lines(model, STEP, Options(), choice(model)).values())
+    assert at_home - sum(host_lines(model, STEP, Options(), moved).values()) == 14 * elements
+    line = device_peak(model, STEP, Options(), moved).lines[
+        "resident units: weights and moments (12 bytes a parameter)"
+    ]
+    assert line == 12 * elements
+
+
+def test_offloaded_inputs_move_from_device_to_host(shape: Shapes) -> None:
+    model = shape("qwen3-8b")
+    one_input = STEP.all_tokens * model.hidden * 2
+    with_all = device_peak(model, STEP, Options(), choice(model))
+    with_few = device_peak(model, STEP, Options(), choice(model, offloaded=30))
+    assert with_all.lines["layer inputs"] - with_few.lines["layer inputs"] == 30 * one_input
+    assert (
+        host_lines(model, STEP, Options(), choice(model, offloaded=30))["offloaded inputs of 30 layers"]
+        == 30 * one_input
+    )
+
+
+def test_gradients_of_resident_layers_grow_while_activations_shrink(shape: Shapes) -> None:
+    """With little kept, the worst moment is where the gradients of all residents are there."""
+    model = shape("qwen3-8b")
+    everything = choice(model, resident_layers=36, resident_embedding=True, resident_head=True)
+    peak = device_peak(model, StepSize(1, 256), Options(), everything)
+    assert peak.moment == "end of the backward"
+    assert peak.lines["gradients of resident layers"] == 2 * sum(model.layers)
+
+
+def test_more_of_anything_never_needs_less(shape: Shapes) -> None:
+    model = shape("qwen3-8b")
+    few = choice(model, policies=("recompute",) * 30 + ("selective",) * 6)
+    more = [
+        replace(few, policies=("recompute",) * 29 + ("selective",) * 7),
+        replace(few, policies=("recompute",) * 30 + ("selective",) * 5 + ("keep",)),
+        replace(few, resident_layers=1),
+        replace(few, head_chunk_tokens=16384),
+    ]
+    base = device_peak(model, STEP, Options(), few).nbytes
+    assert all(device_peak(model, STEP, Options(), other).nbytes > base for other in more)
+    assert device_peak(model, StepSize(64, 1024), Options(), few).nbytes > base
+
+
+def test_a_tied_heads_gradient_waits_for_the_embeddings(shape: Shapes) -> None:
+    model = shape("qwen3-4b")
+    peak = device_peak(model, StepSize(8, 1024), Options(), choice(model, chunk_rows=8, head_chunk_tokens=1024))
+    assert peak.lines["gradient of the head"] == 4 * model.head_matrix
+
+
+def test_the_machine_files_are_machines(machine: Callable[..., Machine]) -> None:
+    assert machine("h200").device_gib > machine("rtx4090-256gib").device_gib

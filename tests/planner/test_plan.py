@@ -1,0 +1,163 @@
+"""Plans: what they decide, that they fit, and how they refuse. Case 14: the ledger comes before the first allocation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatrain.errors import PlanRefused
+from megatrain.executor.engine import HostEngine
+from megatrain.machine.machine import Machine
+from megatrain.planner import Options, StepSize, caps_for, engine_options, plan
+from megatrain.planner.memory import GIB
+from megatrain.planner.report import plan_json, plan_text
+from megatrain.planner.shape import ModelShape
+
+Shapes = Callable[..., ModelShape]
+Machines = Callable[..., Machine]
+
+
+def assert_fits(made: object) -> None:
+    assert made.host_bytes <= made.caps.host_bytes  # type: ignore[attr-defined]
+    assert made.device_bytes <= made.caps.device_bytes  # type: ignore[attr-defined]
+
+
+def test_8b_on_an_h200_reaches_the_compute_bound(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024))
+    assert_fits(made)
+    assert made.tokens_per_s > 11_900
+    assert made.placement["embedding"] == "device"  # the first unit that the forward waits for
+    layers = [made.placement[f"layer.{i}"] for i in range(36)]
+    assert layers == sorted(layers)  # `device` before `host`: early layers give the CPU a head start
+    assert made.timeline.bottleneck.startswith("gpu")
+
+
+def test_caps_rehearse_a_smaller_card(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps_for(machine(), device_gib=24))
+    assert_fits(made)
+    assert made.device_bytes <= 24 * GIB
+    assert made.choice.offloaded > 0
+    assert set(made.choice.policies) == {"recompute"}
+
+
+def test_14b_needs_both_memories(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-14b"), machine(), StepSize(32, 1024))
+    assert_fits(made)
+    assert 12 * made.parameters > max(machine().host_gib, machine().device_gib) * GIB
+    assert made.tokens_per_s > 5_000
+
+
+def test_17b_still_trains(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-17b"), machine(), StepSize(32, 1024))
+    assert_fits(made)
+    assert made.parameters >= 17e9
+
+
+def test_a_small_model_stays_on_the_device_whole(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-0.6b"), machine(), StepSize(32, 1024))
+    assert made.all_resident
+    assert set(made.choice.policies) == {"keep"}
+    assert "everything fits into device memory" in plan_text(made)
+
+
+def test_32b_on_a_large_host(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-32b"), machine("h200-1536gib"), StepSize(64, 1024))
+    assert_fits(made)
+    assert made.tokens_per_s > 2_000
+
+
+def test_120b_on_an_h200_with_1536_gib_needs_what_the_device_can_take(shape: Shapes, machine: Machines) -> None:
+    large, host = shape("dense-120b"), machine("h200-1536gib")
+    assert large.parameters > 120e9
+    assert 14 * large.parameters > host.host_gib * GIB
+    made = plan(large, host, StepSize(16, 1024))
+    assert_fits(made)
+    assert "device" in made.placement.values()
+
+
+def test_32b_on_a_workstation_is_refused_with_the_ledger_and_the_ways_down(shape: Shapes, machine: Machines) -> None:
+    with pytest.raises(PlanRefused) as refusal:
+        plan(shape("qwen3-32b"), machine("rtx4090-256gib"), StepSize(64, 1024))
+    text = str(refusal.value)
+    assert refusal.value.exit_code == 3
+    assert "248.0 GiB allowed" in text
+    assert "m: first moment (4)" in text
+    assert "without clipping" in text
+    assert "that alone is not enough" in text
+    assert "a model of at most about" in text
+
+
+def test_what_the_refusal_promises_is_true(shape: Shapes, machine: Machines) -> None:
+    """14 bytes a parameter do not fit, 12 do; the refusal says so, and following it works."""
+    small = caps_for(machine(), host_gib=102, device_gib=12)
+    with pytest.raises(PlanRefused, match=r"memory.gradient_plane: false.*2 bytes a parameter less.*then it fits"):
+        plan(shape("qwen3-8b"), machine(), StepSize(8, 1024), small)
+    made = plan(shape("qwen3-8b"), machine(), StepSize(8, 1024), small, Options(gradient_plane=False))
+    assert_fits(made)
+    assert "device" not in made.placement.values()  # residents need their gradient plane
+
+
+def test_a_device_that_is_too_small_is_refused_with_fewer_tokens(shape: Shapes, machine: Machines) -> None:
+    with pytest.raises(PlanRefused, match=r"device memory: .* too much"):
+        plan(shape("qwen3-14b"), machine(), StepSize(1, 131072), caps_for(machine(), device_gib=10))
+
+
+@pytest.mark.parametrize("policy", ["keep", "selective", "recompute"])
+def test_a_policy_of_the_user_holds_for_all_layers(shape: Shapes, machine: Machines, policy: str) -> None:
+    made = plan(shape("qwen3-4b"), machine(), StepSize(8, 1024), None, Options(policy=policy))  # type: ignore[arg-type]
+    assert set(made.choice.policies) == {policy}
+
+
+def test_what_the_user_fixed_is_kept(shape: Shapes, machine: Machines) -> None:
+    fixed = Options(windows=2, chunk_rows=4, head_chunk_tokens=1024, threads=3, segment=4, policy="recompute")
+    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, fixed)
+    assert (made.choice.windows, made.choice.chunk_rows, made.choice.head_chunk_tokens) == (2, 4, 1024)
+    assert engine_options(made)["segment"] == 4
+    assert engine_options(made)["threads"] == 3
+
+
+def test_eager_layers_are_never_selective(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, Options(compiled=False))
+    assert "selective" not in made.choice.policies
+    assert engine_options(made)["compile"] == "off"
+
+
+def test_more_memory_is_never_slower(shape: Shapes, machine: Machines) -> None:
+    """Up to what plans that are as good may differ by."""
+    seconds = [
+        plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), caps_for(machine(), device_gib=gib)).seconds
+        for gib in (24, 48, 80, 138)
+    ]
+    assert all(more <= 1.01 * less for less, more in zip(seconds, seconds[1:], strict=False))
+
+
+def test_a_plan_is_arguments_of_the_engine(shape: Shapes, machine: Machines) -> None:
+    known = inspect.signature(HostEngine.__init__).parameters
+    plans = [
+        plan(shape("qwen3-8b"), machine(), StepSize(32, 1024)),
+        plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps_for(machine(), device_gib=24)),
+    ]
+    for made in plans:
+        options = engine_options(made)
+        assert set(options) <= set(known)
+        kinds = [set(options.get(name, ())) for name in ("kept", "selective", "offloaded")]
+        assert not (kinds[0] & kinds[1] or kinds[0] & kinds[2] or kinds[1] & kinds[2])
+
+
+def test_a_plan_is_json_and_text(shape: Shapes, machine: Machines) -> None:
+    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), steps=1000)
+    data = json.loads(plan_json(made))
+    assert data["device_bytes"]["total"] == made.device_bytes
+    assert data["total_seconds"] == pytest.approx(1000 * made.seconds)
+    text = plan_text(made)
+    for part in ("host memory", "device memory, worst in the", "disk, one checkpoint", "bottleneck", "for 1,000 steps"):
+        assert part in text
+
+
+def test_a_machine_without_a_gpu_is_not_planned_for(shape: Shapes, machine: Machines) -> None:
+    with pytest.raises(AssertionError, match="no GPU"):
+        plan(shape("qwen3-0.6b"), replace(machine(), device_gib=0.0), StepSize(1, 128))

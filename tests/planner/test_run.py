@@ -1,0 +1,120 @@
+"""`megatrain plan` on a run's file, and what of the file reaches the planner."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from families import FAMILIES, build
+from megatrain.cli import main
+from megatrain.config.load import load_config
+from megatrain.executor.engine import HostEngine
+from megatrain.machine.machine import load_machine
+from megatrain.models.build import build_from_memory
+from megatrain.models.structure import take_apart
+from megatrain.planner import StepSize, plan
+from megatrain.planner.run import options_of, plan_run, planned_options
+from megatrain.planner.shape import shape_of_structure
+from tiny_run import config, prepare
+
+MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = prepare(tmp_path_factory.mktemp("files"))
+    YAML().dump(config(folder), folder / "run.yaml")
+    return folder / "run.yaml"
+
+
+def test_the_command_prints_the_plan_and_allocates_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--machine", str(MACHINE), "--schedule.steps", "50"]) == 0
+    text = capsys.readouterr().out
+    for part in ("everything fits into device memory", "host memory", "bottleneck", "for 50 steps"):
+        assert part in text
+
+
+def test_the_command_prints_json(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--machine", str(MACHINE), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    run = load_config(run_file)
+    assert data["rows"] * data["tokens_per_row"] == run.batch.tokens_per_step
+    assert set(data["placement"].values()) == {"device"}
+
+
+def test_a_run_that_does_not_fit_ends_with_code_3(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--machine", str(MACHINE), "--memory.host_gib", "0.5"]
+    assert main(["plan", str(run_file), *words]) == 3
+    assert "ways down" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_a_machine_file_is_asked_for(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatrain.machine.probe.probe", lambda *_: load_machine_without_gpu())
+    assert main(["plan", str(run_file)]) == 2
+    assert "--machine" in capsys.readouterr().err
+
+
+def load_machine_without_gpu() -> object:
+    from dataclasses import replace
+
+    return replace(load_machine(MACHINE), device_gib=0.0)
+
+
+def test_caps_of_the_file_are_the_plans(run_file: Path) -> None:
+    run = load_config(run_file, ["memory.host_gib=3", "memory.device_gib=2"])
+    made = plan_run(run, machine_file=MACHINE)
+    assert made.caps.host_bytes == 3 << 30
+    assert made.caps.device_bytes == int(0.95 * (2 << 30))
+
+
+def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
+    changes = {
+        "precision.compute_dtype": "fp32",
+        "activations.policy": "keep",
+        "activations.compile": "off",
+        "activations.offload": "off",
+        "batch.windows": 2,
+        "batch.chunk_rows": 1,
+        "batch.head_chunk_tokens": 7,
+        "memory.pin": "staged",
+        "run.threads": 3,
+    }
+    options = options_of(load_config(run_file, [f"{key}={value}" for key, value in changes.items()]))
+    assert (options.compute, options.transport_bytes, options.policy) == ("fp32", 4, "keep")
+    assert (options.compiled, options.offload, options.staged, options.threads) == (False, "off", True, 3)
+    assert (options.windows, options.chunk_rows, options.head_chunk_tokens) == (2, 1, 7)
+    default = options_of(load_config(run_file))
+    assert (default.compute, default.policy, default.windows, default.compiled) == ("bf16", "auto", None, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_on_a_cpu_the_engine_gets_what_the_file_says(run_file: Path) -> None:
+    run = load_config(run_file, ["activations.policy=keep", "batch.chunk_rows=2"])
+    options = planned_options(run)
+    assert options["kept"] == "all"
+    assert options["chunk_rows"] == 2
+    assert set(options) <= set(inspect.signature(HostEngine.__init__).parameters)
+    with HostEngine(run.model.path, device="cpu", **options) as engine:
+        ids = torch.randint(0, 8, (4, 16))
+        assert engine.train_step({"input_ids": ids, "labels": ids}).skipped is None
+
+
+FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in FEW], ids=lambda f: f.name)
+def test_other_families_are_planned_too(family: object, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(family, seed=0, tie=None).bfloat16()  # type: ignore[arg-type]
+    shape = shape_of_structure(take_apart(build_from_memory(model, compute_dtype=torch.bfloat16)), "family")
+    warned = [record.getMessage() for record in caplog.records if record.name.startswith("megatrain")]
+    assert not warned, "the layer was not traced but estimated"
+    assert all(cost.saved_bytes.at(64) > 2 * shape.hidden and cost.product_flops.at(64) > 0 for cost in shape.costs)
+    assert plan(shape, load_machine(MACHINE), StepSize(2, 64)).all_resident
