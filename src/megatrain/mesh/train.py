@@ -24,6 +24,7 @@ from megatrain.errors import UserError
 from megatrain.mesh import launch
 from megatrain.mesh.state import agree
 from megatrain.metrics.logger import RunLogger
+from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.run_folder import RunFolder
 from megatrain.stop import StopSignals
 from megatrain.train import Loop, NoOutput, Past, TrainSummary, engine_for, errors_into_log
@@ -133,6 +134,9 @@ class _SilentLoop(_MainLoop):
     def _one_history(self) -> Divergence | None:
         self.history = []
         return self._steps(NoOutput(), NoOutput())
+
+    def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
+        self.history.append(record)
 
 
 @contextlib.contextmanager
