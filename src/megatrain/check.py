@@ -6,6 +6,7 @@ its problem to the list; what depends on a failed one is left out. All problems 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from megatrain.data.loader import StepLoader
     from megatrain.data.rows import PackedRows
     from megatrain.executor.engine import HostEngine
+    from megatrain.mesh.engine import MeshEngine
+    from megatrain.mesh.layout import Layout
     from megatrain.optim.adamw import AdamW
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,9 @@ def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -
         _check_folder(run)
     with problems.collect():
         optimizer(run)
+    if run.engine == "mesh":
+        with problems.collect():
+            check_mesh(run)
     model = data = schedule = None
     with problems.collect():
         model = _look_at_model(run, log)
@@ -118,8 +126,9 @@ def prepare(run: RunConfig, *, resume: str | None, log: Callable[[str], None]) -
                 _check_weights(model.folder)
         with problems.collect():
             data = _look_at_data(run, model, log)
-        with problems.collect():
-            _check_memory(run, model, log)
+        if run.engine == "host":
+            with problems.collect():
+                _check_memory(run, model, log)
     else:
         _find_data_files(run, problems)
     if data is not None or run.schedule.steps is not None:
@@ -169,7 +178,46 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
     return model.folder, data.val
 
 
-def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True) -> HostEngine:
+def check_mesh(run: RunConfig) -> Layout:
+    """The resolved layout of a run with `engine: mesh`. Needs the model's config and the number of processes, no more.
+
+    Raises:
+        UserError: All reasons why it cannot run.
+    """
+    from megatrain.config.schema import ActivationsConfig, BatchConfig, MemoryConfig, PrecisionConfig, RunSection
+    from megatrain.mesh import launch
+    from megatrain.mesh.layout import Layout
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    problems = Problems()
+    sections = [
+        ("memory", run.memory, MemoryConfig(), tuple(MemoryConfig.model_fields)),
+        ("batch", run.batch, BatchConfig(tokens_per_step=run.batch.tokens_per_step), ("chunk_rows", "windows")),
+        ("activations", run.activations, ActivationsConfig(), ("segment",)),
+        ("precision", run.precision, PrecisionConfig(), ("grad_transport",)),
+        ("run", run.run, RunSection(dir=run.run.dir), ("threads",)),
+    ]
+    for section, given, default, names in sections:
+        for name in names:
+            if getattr(given, name) != getattr(default, name):
+                problems.found.append(
+                    UserError("is a setting of the host engine", f"{section}.{name}", "leave it out with engine: mesh")
+                )
+    if run.precision.compute_dtype == "fp16":
+        problems.found.append(
+            UserError("fp16 is not computed by the mesh engine", "precision.compute_dtype", "use bf16 or fp32")
+        )
+    layout = Layout(**run.parallel.model_dump())
+    with problems.collect():
+        config = load_model_config(find_model_folder(run.model.path), run.model.trust_remote_code)
+        layout = layout.checked(config, launch.world_size(), run.rows_per_step)
+    problems.raise_all()
+    return layout
+
+
+def make_engine(
+    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True
+) -> HostEngine | MeshEngine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
     Args:
@@ -177,6 +225,8 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         for_training: False leaves out the memory of gradients.
         weights: False leaves the weights to a checkpoint that is loaded next.
     """
+    if run.engine == "mesh":
+        return _make_mesh_engine(run, model_folder, weights)
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
     from megatrain.planner.run import planned_options
@@ -204,6 +254,31 @@ def make_engine(run: RunConfig, model_folder: Path, *, for_training: bool = True
         attn_implementation=run.model.attn_implementation,
         verify="never",  # `prepare` has verified the family
         **(planned_options(run) if for_training else planned),
+    )
+
+
+def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool) -> MeshEngine:
+    from megatrain.mesh.engine import MeshEngine
+
+    layout = check_mesh(run)
+    recompute = not (layout.pipeline > 1 and layout.kind.splits_backward)
+    if not recompute:
+        logger.warning(
+            "activations.policy: recompute was asked for; schedule %s keeps all activations instead", layout.schedule
+        )
+    compute = run.precision.compute_dtype
+    assert compute != "fp16", "refused by check_mesh"
+    return MeshEngine(
+        model_folder,
+        layout,
+        device=run.run.device,
+        optim=optimizer(run),
+        compute_dtype=compute,
+        recompute=recompute,
+        init="empty" if not weights else "random" if run.model.init == "random" else None,
+        seed=run.run.seed,
+        trust_remote_code=run.model.trust_remote_code,
+        attn_implementation=run.model.attn_implementation,
     )
 
 
@@ -274,7 +349,8 @@ def _look_at_model(run: RunConfig, log: Callable[[str], None]) -> _Model:
         trust_remote_code=run.model.trust_remote_code,
     )
     structure = take_apart(model)
-    verify_family(config, trust_remote_code=run.model.trust_remote_code)
+    if run.engine == "host":
+        verify_family(config, trust_remote_code=run.model.trust_remote_code)
     if run.data.packing:
         verify_packing(
             config,

@@ -13,6 +13,7 @@ from megatrain.check import make_engine, prepare_eval
 from megatrain.checkpoint.reader import is_complete
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import StepLoader
+from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
         UserError: Something given is wrong; all problems at once.
     """
     quiet_libraries()
+    if run.engine == "mesh":
+        raise UserError("evaluates within a run only", "engine: mesh", "evaluate with the host engine: --engine host")
     if checkpoint is not None:
         model = run.model.model_copy(update={"path": str(checkpoint), "init": "pretrained"})
         run = run.model_copy(update={"model": model})

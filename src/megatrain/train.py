@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -91,10 +91,14 @@ def train(
         KeyboardInterrupt: A second SIGINT or SIGTERM.
     """
     quiet_libraries()
+    if run.engine == "mesh":
+        from megatrain.mesh.train import train_on_mesh
+
+        return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
     with StopSignals() as stop, RunLogger() as log:
         folder = RunFolder(run.run.dir)
         prepared = prepare(run, resume=resume, log=log.info)
-        past = _Past.of(prepared, allow_changes or run.run.allow_changes)
+        past = Past.of(prepared, allow_changes or run.run.allow_changes)
         if stop:
             log.info(f"stopped by {stop.requested} before the first step")
             total = prepared.total_steps
@@ -105,12 +109,12 @@ def train(
         for signal in ("save", "stop"):
             if folder.taken(signal):
                 log.info(f"the file {signal} in {folder.path} is from before the start; removed")
-        with _errors_into_log(log), _engine_for(prepared, engine) as running:
-            return _Loop(prepared, past, running, folder, log, stop).run()
+        with errors_into_log(log), engine_for(prepared, engine) as running:
+            return Loop(prepared, past, running, folder, log, stop).run()
 
 
 @contextmanager
-def _errors_into_log(log: RunLogger) -> Iterator[None]:
+def errors_into_log(log: RunLogger) -> Iterator[None]:
     """What ends a run is in its log too, with the traceback if nobody expected it."""
     try:
         yield
@@ -123,7 +127,7 @@ def _errors_into_log(log: RunLogger) -> Iterator[None]:
 
 
 @contextmanager
-def _engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
+def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
     if given is not None:
         yield given
         return
@@ -138,7 +142,7 @@ def _engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class _Past:
+class Past:
     """What the checkpoint that a run starts from says of the run so far. See [Note: what a checkpoint remembers of its run].
 
     Attributes:
@@ -154,7 +158,7 @@ class _Past:
     schedule: dict[str, Any]
 
     @classmethod
-    def of(cls, prepared: Prepared, allow_changes: bool) -> _Past:
+    def of(cls, prepared: Prepared, allow_changes: bool) -> Past:
         """Read before anything large is.
 
         Raises:
@@ -176,17 +180,27 @@ class _Past:
         return cls(int(then["step"]), then.get("data_offset", 0), then.get("rollbacks", 0), data, schedule)
 
 
-class _Loop:
+class Stop(Protocol):
+    """Whether the run is asked to end, and by what."""
+
+    requested: str | None
+
+    def __bool__(self) -> bool: ...
+
+    def request(self, name: str) -> None: ...
+
+
+class Loop:
     """The steps of one process of a run."""
 
     def __init__(
         self,
         prepared: Prepared,
-        past: _Past,
+        past: Past,
         engine: Any,
         folder: RunFolder,
         log: RunLogger,
-        stop: StopSignals,
+        stop: Stop,
     ):
         self.run_config, self.engine, self.folder = prepared.run, engine, folder
         self.log, self.stop = log, stop
@@ -205,7 +219,7 @@ class _Loop:
 
     def run(self) -> TrainSummary:
         config = self.run_config
-        _replace_text(self.folder.config, dump_config(config))
+        self._write_config()
         while (diverged := self._one_history()) is not None:
             self._go_back(diverged)
         if self.stop:
@@ -217,6 +231,9 @@ class _Loop:
         if not self.stop:
             self.log.info(_last_words(summary, self.folder))
         return summary
+
+    def _write_config(self) -> None:
+        _replace_text(self.folder.config, dump_config(self.run_config))
 
     def _one_history(self) -> Divergence | None:
         """Steps from `self.step` to the end, a stop, or a divergence."""
@@ -234,7 +251,7 @@ class _Loop:
                 if self.history:
                     plot.draw(self.history)
 
-    def _steps(self, metrics: MetricsWriter, plot: LossPlot) -> Divergence | None:
+    def _steps(self, metrics: MetricsWriter | NoOutput, plot: LossPlot | NoOutput) -> Divergence | None:
         config = self.run_config
         if self.step == 0 and config.eval.at_start and not self.stop:
             self._record(metrics, self._with_validation(self._before_first_step()))
@@ -243,6 +260,7 @@ class _Loop:
             while self.step < self.total_steps and not self._asked_to_stop():
                 self.step += 1
                 record = self._train_one(batches)
+                self._after_step()
                 self.log.step(record, self.total_steps)
                 last = self.step == self.total_steps
                 if _due(config.eval.every_steps, self.step) or (last and config.eval.at_end):
@@ -257,9 +275,15 @@ class _Loop:
                     self.saves.save_weights(
                         self.step
                     )  # first: it is the smaller one, and the second waits for the first
-                if _due(config.checkpoint.every_steps, self.step) or self.folder.taken("save"):
+                if _due(config.checkpoint.every_steps, self.step) or self._asked_to_save():
                     self.saves.save(self.step)
         return None
+
+    def _after_step(self) -> None:
+        """For a loop of many processes: the place to agree on things."""
+
+    def _asked_to_save(self) -> bool:
+        return self.folder.taken("save")
 
     def _asked_to_stop(self) -> bool:
         if self.folder.taken("stop"):
@@ -340,7 +364,7 @@ class _Loop:
         self.log.validation(record)
         return record
 
-    def _record(self, metrics: MetricsWriter, record: StepRecord) -> None:
+    def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
         self.history.append(record)
         metrics.write(record)
         self.trackers.write(record)
@@ -398,6 +422,16 @@ class _Loop:
             checkpoint=self.saves.checkpoint,
             stopped_by=self.stop.requested,
         )
+
+
+class NoOutput:
+    """Stands for the metrics file and the plot in a process that reports nothing."""
+
+    def write(self, record: StepRecord) -> None:
+        pass
+
+    def update(self, records: Sequence[StepRecord]) -> None:
+        pass
 
 
 class _Prefetcher:

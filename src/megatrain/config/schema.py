@@ -296,6 +296,29 @@ class PrecisionConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """How the mesh engine spreads a run over processes (engine: mesh). The product of all sizes is their number."""
+
+    tensor: PositiveInt = Field(default=1, description="ranks that share the matrices of a layer")
+    pipeline: PositiveInt = Field(default=1, description="ranks that share the layers")
+    virtual: PositiveInt = Field(default=1, description="stages per pipeline rank")
+    context: PositiveInt = Field(default=1, description="ranks that share the tokens of a row")
+    replicate: PositiveInt = Field(default=1, description="copies of the sharded model")
+    shard: PositiveInt | None = Field(
+        default=None, description="ranks that share one copy of parameters and optimizer; null: all that are left"
+    )
+    sequence: StrictBool = Field(
+        default=True, description="split norms and residuals over the tensor ranks, by tokens; false is not supported"
+    )
+    schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "dualpipev"] = Field(
+        default="1f1b", description="pipeline schedule"
+    )
+    microbatches: PositiveInt | None = Field(
+        default=None,
+        description="pieces of each data rank's rows, one after the other; null: as few as the schedule needs",
+    )
+
+
 class EvalConfig(Section):
     """Loss on the held-out samples (data.val)."""
 
@@ -373,8 +396,10 @@ class RunConfig(Section):
     """A whole run."""
 
     model: ModelConfig
-    engine: Literal["host"] = Field(
-        default="host", description="host: state in host memory, layers stream through the device"
+    engine: Literal["host", "mesh"] = Field(
+        default="host",
+        description="host: state in host memory, layers stream through the device; mesh: state sharded over the devices "
+        "of many processes (torchrun)",
     )
     data: DataConfig
     batch: BatchConfig
@@ -383,6 +408,7 @@ class RunConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     activations: ActivationsConfig = ActivationsConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -1,0 +1,146 @@
+"""Sharded data parallel (FSDP2), and which box of a whole parameter each rank holds.
+
+[Note: sums, not means]
+The loss of a microbatch is already divided by the target tokens of the whole step, so gradients are added over ranks and
+microbatches, never averaged: the divide factor is 1 and every reduction a sum.
+
+[Note: boxes]
+Tensor parallel cuts a parameter along one dimension, FSDP cuts what is left along dimension 0, both as `torch.chunk` does. What
+a rank holds is therefore a box of the whole parameter: offsets and sizes. Loading, gathering and saving work with boxes and
+need nothing of DTensor's (strided) placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from megatrain.mesh.devices import Devices
+from megatrain.mesh.stage import Stage
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a whole tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        offsets, sizes: Of the part; a size of 0 is nothing.
+        tensor_dim: The dimension that tensor parallel cut, None where all its ranks hold the same.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor_dim: int | None
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+
+def box_of(shape: tuple[int, ...], tensor_dim: int | None, tensor: tuple[int, int], fsdp: tuple[int, int]) -> Box:
+    """The box of one rank; see [Note: boxes].
+
+    Args:
+        shape: Of the whole parameter.
+        tensor_dim: The dimension tensor parallel cuts, or None.
+        tensor, fsdp: (rank, number of ranks) of each.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    if tensor_dim is not None:
+        offsets[tensor_dim], sizes[tensor_dim] = _chunk(shape[tensor_dim], *tensor)
+    start, size = _chunk(sizes[0], *fsdp)
+    offsets[0] += start
+    sizes[0] = size
+    return Box(shape, tuple(offsets), tuple(sizes), tensor_dim)
+
+
+def _chunk(length: int, index: int, count: int) -> tuple[int, int]:
+    """(start, size) of a piece as `torch.chunk` cuts; pieces at the end may be empty."""
+    width = -(-length // count)
+    start = min(index * width, length)
+    return start, min(width, length - start)
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give parameters on meta their storage, unfilled; DTensors stay DTensors, ties stay ties, buffers move."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+            owner._parameters[leaf] = made[id(parameter)]
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[leaf] = buffer.to(device)
+
+
+def _empty(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, device=device)
+    local = torch.empty_like(parameter.to_local(), device=device)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def shard(stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_unsharded: bool) -> dict[str, Box]:
+    """Materialise a stage, layer by layer, and shard it over the fsdp ranks.
+
+    Args:
+        stage: With parameters on meta. Afterwards they are sharded DTensors, unfilled.
+        devices: The mesh.
+        policy: Compute and reduction types.
+        keep_unsharded: Parameters stay gathered from forward to backward: pipeline schedules go through a stage many
+            times.
+
+    Returns:
+        Box of each parameter by Hugging Face name, tied ones under each of the stage's names.
+    """
+    boxes: dict[str, Box] = {}
+    layout, at = devices.layout, devices.at
+    for name, parameter in stage.model.named_parameters(remove_duplicate=False):
+        place = parameter.placements[0] if isinstance(parameter, DTensor) else None
+        dim = place.dim if isinstance(place, Shard) else None
+        boxes[name] = box_of(tuple(parameter.shape), dim, (at.tensor, layout.tensor), (devices.fsdp_rank, layout.fsdp))
+    mesh = devices.fsdp_mesh
+    for layer in stage.own_layers():
+        materialise(layer, devices.device)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_unsharded)
+    materialise(stage, devices.device)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _check_boxes(stage, boxes)
+    return boxes
+
+
+def local_parameters(stage: Stage) -> dict[str, nn.Parameter]:
+    """The sharded parameters of a stage by Hugging Face name, tied ones once."""
+    return {name.removeprefix("model."): p for name, p in stage.named_parameters()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_boxes(stage: Stage, boxes: Mapping[str, Box]) -> None:
+    for name, parameter in local_parameters(stage).items():
+        found, expected = tuple(local(parameter).shape), boxes[name].sizes
+        assert found == expected or (0 in expected and local(parameter).numel() == 0), (name, found, expected)

@@ -1,0 +1,517 @@
+"""`MeshEngine`: a Hugging Face model trained by many processes, with the host engine's surface.
+
+Every rank makes an engine with the same arguments and calls the same methods with the same batch, which is the batch of the
+whole step. Every rank gets the same results.
+
+Order of construction: check the layout -> cut -> tensor parallel -> recompute -> materialise and shard, layer by layer -> load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from megatrain.checkpoint.background import SaveProgress
+from megatrain.checkpoint.reader import OpenCheckpoint
+from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.errors import EngineClosed, UserError
+from megatrain.executor import batches as host_batches
+from megatrain.executor.engine import EvalResult, StepResult
+from megatrain.mesh import context, exact, launch
+from megatrain.mesh.batches import Batch, microbatches, without_mask
+from megatrain.mesh.context import TokenMap, zigzag_order
+from megatrain.mesh.data_parallel import local, shard
+from megatrain.mesh.devices import Devices
+from megatrain.mesh.gate import verify_family_cut
+from megatrain.mesh.gradients import Gradients
+from megatrain.mesh.layout import Layout, dropout_keys, split_layers
+from megatrain.mesh.schedule import Runner
+from megatrain.mesh.stage import Part, Stage, cut
+from megatrain.mesh.state import MeshState, SavingStore, everyone
+from megatrain.mesh.tensor import parallelize
+from megatrain.models.build import (
+    build_from_memory,
+    build_meta_model,
+    find_model_folder,
+    fp32_parameter_names,
+    load_model_config,
+)
+from megatrain.models.init import initialize
+from megatrain.models.structure import Structure, persistent_buffers, take_apart
+from megatrain.models.weights import load_weights
+from megatrain.optim.adamw import AdamW, unmatched_groups
+
+logger = logging.getLogger(__name__)
+
+ComputeDtype = Literal["bf16", "fp32", "fp64"]
+MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class EndedSave:
+    """A save that has ended well, with the surface of one that runs in the background."""
+
+    seconds: float
+
+    def done(self) -> bool:
+        return True
+
+    def progress(self) -> SaveProgress:
+        return SaveProgress(
+            written_bytes=0, total_bytes=0, seconds=self.seconds, waited_s=0.0, copied_bytes=0, read_back_s=0.0
+        )
+
+    def result(self, timeout_s: float | None = None) -> SaveProgress:
+        return self.progress()
+
+
+class MeshEngine:
+    """Trains a Hugging Face causal language model whose state is sharded over the processes of a mesh.
+
+    Args:
+        model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, the same on every
+            rank, which is copied.
+        layout: How it is spread. `shard` is filled in from the number of processes.
+        device: Of this rank.
+        optim: AdamW's hyper-parameters.
+        compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
+            the model's code is one to fp64.
+        recompute: Keep only the input of each layer and compute the layer again in the backward.
+        init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
+        seed: Of initialisation and dropout.
+        trust_remote_code: Whether code in the model folder may run.
+        attn_implementation: HF's name of an attention implementation; context parallel brings its own.
+
+    Raises:
+        UserError: The layout or the family cannot run; said before any process group is made.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        layout: Layout,
+        *,
+        device: str | torch.device = "auto",
+        optim: AdamW | None = None,
+        compute_dtype: ComputeDtype | Literal["auto"] = "auto",
+        recompute: bool = False,
+        init: Literal["random", "empty"] | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+    ):
+        self.optim = optim or AdamW()
+        self.device = launch.device_of_rank(device)
+        if compute_dtype == "auto":
+            compute_dtype = "bf16" if self.device.type == "cuda" else "fp32"
+        self.seed = seed
+        self.step = 0
+        """Calls of `train_step`, skipped ones included."""
+        self.updates = 0
+        self._closed = self._said_wait = False
+        self._compute = compute_dtype
+        self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
+        config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+        self.layout = layout.checked(config, launch.world_size())
+        meta = self._build(model, config, trust_remote_code, attn_implementation)
+        self._check_model(meta, recompute)
+        self.config = meta.config
+        self.structure = take_apart(meta)
+        for group in unmatched_groups((n for u in self.structure.units for _, n in u.full_names()), self.optim):
+            raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
+
+        if self.layout.pipeline > 1:
+            verify_family_cut(meta.config, trust_remote_code)
+
+        launch.join(self.device)
+        self.devices = Devices.build(self.layout, self.device)
+        self.parts = plan_parts(self.structure, self.layout)
+        self.stages: list[Stage] = []
+        self.boxes = []
+        for index in self.layout.stages_of(self.devices.at.pipeline):
+            stage, boxes = self._make_stage(meta, self.parts[index], recompute)
+            self.stages.append(stage)
+            self.boxes.append(boxes)
+        self.gradients = Gradients(self.stages, self.boxes, self.structure.tied, self.devices, self.optim)
+        self.state = MeshState(self.structure, self.gradients, self.devices)
+        self._buffers = persistent_buffers(meta)
+        self._fill(model, init)
+        hidden = self.config.get_text_config().hidden_size
+        hidden_dtype = torch.bfloat16 if compute_dtype == "bf16" else MASTERS[compute_dtype]
+        self.runner = Runner(self.stages, self.devices, (hidden, hidden_dtype))
+
+    # ---------------------------------------------------------------- training
+
+    def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
+        """One optimizer step on all rows of `batch`. Collective; the same result on every rank.
+
+        Args:
+            batch: The batch of the whole step, the same on every rank: CPU int64 tensors `input_ids`, `labels` (rows, T),
+                -100 = no target, unshifted; optionally `position_ids`, `document_ids`, `attention_mask` (rows, T).
+            learning_rate: Of this step; by default the optimizer's.
+        """
+        started = time.perf_counter()
+        result = self.backward(batch)
+        self.step += 1
+        if result.tokens == 0:
+            return result
+        assert result.loss is not None and result.grad_norm is not None
+        skipped = _decide(result.loss, result.grad_norm)
+        if skipped is None:
+            self.updates += 1
+            rate = self.optim.learning_rate if learning_rate is None else learning_rate
+            self.gradients.update(result.grad_norm, rate)
+        self.gradients.clear()
+        seconds = {**result.seconds, "step": time.perf_counter() - started}
+        return StepResult(result.loss, result.grad_norm, result.tokens, skipped, seconds)
+
+    def backward(self, batch: Batch) -> StepResult:
+        """Gradients of a step, without an update; read them with `named_gradients`."""
+        started = time.perf_counter()
+        batch, tokens = self._checked(batch)
+        if tokens == 0:
+            return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
+        self.gradients.clear()
+        pieces = microbatches(batch, self.layout, self.devices.at, self.device)
+        for stage in self.stages:
+            stage.train()
+            stage.loss_divisor = float(tokens)
+        with self._exact(), self._seeded():
+            loss = self.runner.forward_backward(pieces)
+        found = self.gradients.finish(loss)
+        return StepResult(found.loss, found.norm, tokens, "gradients only", {"step": time.perf_counter() - started})
+
+    def eval_step(self, batch: Batch) -> EvalResult:
+        """Loss of a batch in evaluation mode. Collective. Changes nothing, also not what later training steps compute."""
+        batch, tokens = self._checked(batch)
+        if tokens == 0:
+            return EvalResult(0.0, 0)
+        pieces = microbatches(batch, self.layout, self.devices.at, self.device)
+        for stage in self.stages:
+            stage.eval()
+            stage.loss_divisor = 1.0
+        with self._exact():
+            loss_sum = self.runner.evaluate(pieces)
+        if self.devices.at.tensor > 0:
+            loss_sum.zero_()
+        dist.all_reduce(loss_sum)
+        return EvalResult(loss_sum.item(), tokens)
+
+    # ---------------------------------------------------------------- state
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, whole master on the CPU) of every parameter, tied ones once. Collective: exhaust it on every rank."""
+        self._refuse_closed()
+        yield from self._gathered(lambda parameter: parameter.detach())
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, whole gradient on the CPU) after `backward`, before clipping. Collective: exhaust it on every rank."""
+        self._refuse_closed()
+
+        def gradient(parameter: torch.Tensor) -> torch.Tensor:
+            assert parameter.grad is not None, "call backward first"
+            return parameter.grad
+
+        yield from self._gathered(gradient)
+
+    def _gathered(self, read: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every rank lays its box into zeros, unless another rank holds the same, and all of them are added."""
+        owned = self.gradients.owned()
+        at = self.devices.at
+        for unit in self.structure.units:
+            for _, name in unit.full_names():
+                whole = torch.zeros(_shape(self.structure, name), dtype=MASTERS[self._compute], device=self.device)
+                if name in owned and at.replicate == 0:
+                    parameter, box = owned[name]
+                    if box.tensor_dim is not None or at.tensor == 0:
+                        whole[box.slices] = local(read(parameter)).reshape(box.sizes)
+                dist.all_reduce(whole)
+                yield name, whole.cpu()
+
+    def save(
+        self,
+        directory: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        weights_only: bool = False,
+        on_error: Literal["stop", "warn"] = "stop",
+        buffer_bytes: int | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> EndedSave:
+        """Write a checkpoint in the host engine's format. Collective; returns on every rank when it is on the disk.
+
+        `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. Rank 0 writes, one
+        gathered unit in memory at a time.
+
+        Args:
+            directory: A folder that does not exist yet.
+            extra: JSON data to keep with it, returned by `load`.
+            wait: Only True is done here; asked for False, it says so once and waits.
+            weights_only: bf16 weights without training state.
+            on_error, buffer_bytes: Of saves in the background; nothing to do here.
+            then: Called on every rank when the checkpoint is whole and was read back.
+
+        Raises:
+            UserError: On rank 0 for its reason, on the others because rank 0 failed.
+        """
+        self._refuse_closed()
+        if self._compute == "fp64":
+            raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
+        if not wait and not self._said_wait:
+            self._said_wait = True
+            logger.warning("checkpoint.background was asked for; the mesh engine waits for its saves")
+        started = time.perf_counter()
+        state = {
+            "step": self.step,
+            "updates": self.updates,
+            "seed": self.seed,
+            "loss_scale": None,
+            "extra": extra or {},
+        }
+        store = SavingStore(self.state, self.device)
+        if dist.get_rank() != 0:
+            if not store.follow():
+                raise UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
+        else:
+            written = False
+            try:
+                save_checkpoint(
+                    Path(directory),
+                    structure=self.structure,
+                    store=store,  # type: ignore[arg-type]
+                    buffers=self._buffers,
+                    state=state,
+                    source_folder=self.source_folder,
+                    weights_only=weights_only,
+                )
+                written = True
+            finally:
+                store.finish(written)
+        then()
+        return EndedSave(time.perf_counter() - started)
+
+    def wait_saved(self) -> None:
+        """Nothing to wait for: `save` returns when all is written."""
+
+    def cancel_save(self) -> None:
+        """Nothing to cancel: see `wait_saved`."""
+
+    def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
+        """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
+
+        Each rank reads the units of which it holds a part.
+
+        Args:
+            directory: A complete checkpoint of this model.
+            wait: All is there on return in either case.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
+        """
+        self._refuse_closed()
+        state: dict[str, Any] | None = None
+        try:
+            with OpenCheckpoint(directory, self.structure) as opened:
+                for unit in self.structure.units:
+                    if unit.name in self.state.local_units:
+                        opened.restore(unit, self.state, self._buffers)  # type: ignore[arg-type]
+                state = opened.state
+        finally:
+            complete = everyone(state is not None, self.device)
+        if not complete or state is None:
+            raise UserError("another rank could not read the checkpoint", str(directory), "see that rank's error")
+        self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
+        self.state.set_updates(self.updates)
+        self._copy_buffers()
+        return state["extra"]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank: `device_state` (masters, moments), `device_peak`."""
+        held = [local(p) for _, p, _, _ in self.gradients.all()]
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return {"device_state": 3 * sum(t.numel() * t.element_size() for t in held), "device_peak": peak}
+
+    def _fill(self, model: str | Path | nn.Module, init: str | None) -> None:
+        if isinstance(model, nn.Module):
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            for unit in self.structure.units:
+                for _, name in unit.full_names():
+                    self.state.write(name, parameters[name])
+        elif init == "empty":
+            for unit in self.structure.units:
+                for _, name in unit.full_names():
+                    self.state.write(name, torch.zeros(()).expand(_shape(self.structure, name)))
+        elif init == "random":
+            initialize(self.structure, self.state, seed=self.seed, device=self.device)  # type: ignore[arg-type]
+        else:
+            assert self.source_folder is not None
+            load_weights(self.source_folder, self.structure, self.state, self._buffers)  # type: ignore[arg-type]
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        """The model's persistent buffers (a router's correction bias) into the stages' copies."""
+        for stage in self.stages:
+            for name, buffer in stage.model.named_buffers():
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+
+    def close(self) -> None:
+        """Let go of the model. A closed engine refuses every further call; process groups stay the caller's."""
+        self._closed = True
+        self.stages.clear()
+
+    def __enter__(self) -> MeshEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- construction
+
+    def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
+        """The whole model on meta, in the masters' type."""
+        for part in {id(c): c for c in (config, config.get_text_config())}.values():
+            if getattr(part, "output_router_logits", False):
+                raise UserError(
+                    "the router's auxiliary loss is not supported",
+                    "output_router_logits",
+                    "set output_router_logits to false in config.json to train without it",
+                )
+        dtype = MASTERS[self._compute]
+        if isinstance(model, nn.Module):
+            meta = build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
+        else:
+            meta = build_meta_model(
+                config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+        if self.layout.context > 1:
+            if not getattr(meta, "_supports_attention_backend", False):
+                raise UserError(
+                    f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs",
+                    "parallel.context",
+                    "set it to 1",
+                )
+            meta.set_attn_implementation(context.NAME)
+        return meta
+
+    def _check_model(self, meta: Any, recompute: bool) -> None:
+        problems = []
+        if recompute and self.layout.pipeline > 1 and self.layout.kind.splits_backward:
+            problems.append(
+                f"schedule {self.layout.schedule} goes through the graph twice and cannot recompute; 1f1b or interleaved can"
+            )
+        if self._compute == "bf16":
+            kept = sorted(fp32_parameter_names(meta, torch.bfloat16))
+            if kept:
+                problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not do here; fp32 compute would")
+        if (
+            self.layout.pipeline > 1
+            and dropout_keys(meta.config.get_text_config())
+            and self.layout.kind.splits_backward
+        ):
+            problems.append(
+                f"dropout with schedule {self.layout.schedule} is not supported; 1f1b or interleaved would fit"
+            )
+        if problems:
+            raise UserError("; ".join(problems), "MeshEngine")
+
+    def _make_stage(self, meta: nn.Module, part: Part, recompute: bool) -> tuple[Stage, Any]:
+        layout = self.layout
+        split_head = layout.pipeline == 1 or not layout.kind.splits_backward
+        stage = Stage(cut(meta, self.structure, part), self.structure, part, layout.tensor, split_head)
+        if layout.tensor > 1:
+            parallelize(stage, self.structure, self.devices.mesh["tensor"])
+        if layout.context > 1:
+            stage.token_map = self._token_map
+        if self._compute == "fp64":
+            stage.checkpoint_kwargs["context_fn"] = exact.both
+        if recompute:
+            for layer in stage.own_layers():
+                layer.forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)  # type: ignore[method-assign]
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self._compute == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        boxes = shard(stage, self.devices, policy, keep_unsharded=layout.pipeline > 1)
+        if not part.first or layout.tensor > 1:
+            stage.hook_entry()
+        return stage, boxes
+
+    def _token_map(self, tokens: int, documents: torch.Tensor | None) -> TokenMap:
+        group = self.devices.context_group
+        assert group is not None
+        order = _cached_order(tokens * self.layout.context, self.layout.context).to(self.device)
+        first = self.devices.at.context * tokens
+        return TokenMap(group, order, documents, slice(first, first + tokens))
+
+    # ---------------------------------------------------------------- small parts
+
+    def _checked(self, batch: Batch) -> tuple[Batch, int]:
+        self._refuse_closed()
+        checked, tokens = host_batches.checked(batch, self.config.get_text_config().vocab_size)
+        return without_mask(checked), tokens
+
+    def _exact(self) -> contextlib.AbstractContextManager[Any]:
+        return exact.Fp32MeansFp64() if self._compute == "fp64" else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Dropout of this step on this rank, a function of seed, step and the rank's rows and layers."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            at = self.devices.at
+            torch.manual_seed(hash((self.seed, self.step, at.pipeline, at.replicate, at.shard)) & (2**63 - 1))
+            yield
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+
+
+def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
+    """Which layers each stage gets, by parameters."""
+    layers = [unit.layout.param_count for unit in structure.layers]
+    embedding, head = structure.embedding.layout.param_count, structure.head.layout.param_count
+    head += sum(_numel(_shape(structure, owner)) for owner in structure.tied.values())
+    cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
+    return [Part(index, layout.stages, part) for index, part in enumerate(cuts)]
+
+
+def _decide(loss: float, norm: float) -> str | None:
+    """The finite guard, on numbers that are the same everywhere."""
+    if not torch.isfinite(torch.tensor(loss)):
+        return "loss is not finite"
+    if not torch.isfinite(torch.tensor(norm)):
+        return "gradient norm is not finite"
+    return None
+
+
+def _shape(structure: Structure, name: str) -> tuple[int, ...]:
+    return tuple(structure.model.get_parameter(name).shape)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_order(tokens: int, parts: int) -> torch.Tensor:
+    return zigzag_order(tokens, parts)

@@ -1,0 +1,171 @@
+"""Forward and backward of a step through the stages: torch's pipeline schedules by name, or a plain loop.
+
+[Note: one schedule per shape]
+torch's stages allocate their receive buffers for one shape, and gloo delivers a shorter message into a longer buffer without an
+error, leaving stale rows. So a stage and schedule of torch's are made for each shape of a microbatch and kept; they hold no
+parameters. Shapes are given statically: nothing is inferred by a trial run.
+
+[Note: evaluation]
+Evaluation is a loop of its own, not `schedule.eval`: that one would switch torch's stages to forward only and back, and make
+FSDP reduce in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from megatrain.mesh.devices import Devices
+from megatrain.mesh.stage import Stage
+
+CLASSES: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb1p": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+Microbatches = Sequence[dict[str, torch.Tensor]]
+"""Per microbatch: `input_ids`, `labels` (B, L) and, for all or none of them, `position_ids`, `documents`."""
+
+
+class _TorchStage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 and 2.12 exchange a number with the neighbouring stages first, to set up NCCL's communicators. Where stages
+        # run down the ranks and up again the neighbour may be this very rank, and gloo, which has nothing to set up, refuses.
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+
+
+class Runner:
+    """Runs the local stages of a pipeline.
+
+    Args:
+        stages: The local stages, in the order of the model.
+        devices: The mesh.
+        hidden: (D, type) of the hidden states between stages.
+    """
+
+    def __init__(self, stages: Sequence[Stage], devices: Devices, hidden: tuple[int, torch.dtype]):
+        self.stages = list(stages)
+        self._devices = devices
+        self._layout = devices.layout
+        self._hidden_size, self._hidden_dtype = hidden
+        self._group = devices.mesh["pipeline"].get_group()
+        self._schedules: dict[tuple[Any, ...], Any] = {}
+
+    def forward_backward(self, microbatches: Microbatches) -> torch.Tensor:
+        """Gradients of all microbatches into the parameters' `.grad`, reduced over the fsdp ranks.
+
+        Returns:
+            The loss of this rank's last stage, zero on ranks without it: a scalar.
+        """
+        if self._layout.pipeline == 1:
+            return self._loop(microbatches)
+        names = sorted(microbatches[0])
+        rows, tokens = microbatches[0]["input_ids"].shape
+        key = (len(microbatches), rows, tokens, *names)
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(len(microbatches), rows, tokens)
+        joined = {name: torch.cat([m[name] for m in microbatches]) for name in names}
+        ids = joined.pop("input_ids")
+        losses: list[torch.Tensor] = []
+        args = (ids,) if self.stages[0].part.first else ()
+        target = torch.zeros(len(microbatches)) if self.stages[-1].part.last else None
+        self._schedules[key].step(*args, target=target, losses=losses, **joined)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
+
+    def _loop(self, microbatches: Microbatches) -> torch.Tensor:
+        """Without a pipeline: gradients are reduced after each microbatch, so only sharded ones add up in memory."""
+        (stage,) = self.stages
+        total = self._zero()
+        for microbatch in microbatches:
+            inputs = dict(microbatch)
+            loss = stage(inputs.pop("input_ids"), **inputs).sum()
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, microbatches: Microbatches) -> torch.Tensor:
+        """The loss of this rank's last stage, zero elsewhere, without gradients. See [Note: evaluation]."""
+        total = self._zero()
+        here: dict[int, list[torch.Tensor]] = {}
+        sent: list[Any] = []
+        with torch.no_grad():
+            for stage in self.stages:
+                outputs = []
+                for number, microbatch in enumerate(microbatches):
+                    inputs = dict(microbatch)
+                    given = inputs.pop("input_ids")
+                    if not stage.part.first:
+                        given = self._receive(stage, given.shape, here, number)
+                    output = stage(given, **inputs)
+                    outputs.append(output)
+                    if stage.part.last:
+                        total += output.sum()
+                    elif self._layout.holder_of(stage.part.index + 1) != self._devices.at.pipeline:
+                        output = output.contiguous()
+                        peer = self._peer(stage.part.index + 1)
+                        sent.append((dist.isend(output, peer, group=self._group), output))
+                here[stage.part.index] = outputs
+            for work, _ in sent:
+                work.wait()
+        return total
+
+    def _receive(
+        self, stage: Stage, shape: torch.Size, here: dict[int, list[torch.Tensor]], number: int
+    ) -> torch.Tensor:
+        before = stage.part.index - 1
+        if before in here:
+            return here[before][number]
+        hidden = torch.empty(self._hidden_shape(*shape), dtype=self._hidden_dtype, device=self._devices.device)
+        dist.recv(hidden, self._peer(before), group=self._group)
+        return hidden
+
+    def _peer(self, stage: int) -> int:
+        """Global rank of the holder of a stage in this rank's pipeline group."""
+        return dist.get_global_rank(self._group, self._layout.holder_of(stage))
+
+    def _hidden_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
+        return rows, tokens // self._layout.tensor, self._hidden_size
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._devices.device)
+
+    def _make_schedule(self, count: int, rows: int, tokens: int) -> Any:
+        stages = [self._torch_stage(stage, rows, tokens) for stage in self.stages]
+        single = self._layout.schedule == "1f1b"
+        return CLASSES[self._layout.schedule](
+            stages[0] if single else stages,
+            n_microbatches=count,
+            loss_fn=lambda loss, target: loss.sum(),
+            scale_grads=False,
+        )
+
+    def _torch_stage(self, stage: Stage, rows: int, tokens: int) -> PipelineStage:
+        hidden = torch.empty(
+            self._hidden_shape(rows, tokens), dtype=self._hidden_dtype, device="meta", requires_grad=True
+        )
+        ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
+        loss_dtype = torch.float64 if self._hidden_dtype == torch.float64 else torch.float32
+        loss = torch.empty((1,), dtype=loss_dtype, device="meta", requires_grad=True)
+        return _TorchStage(
+            stage,
+            stage.part.index,
+            stage.part.count,
+            self._devices.device,
+            input_args=ids if stage.part.first else hidden,
+            output_args=loss if stage.part.last else hidden,
+            group=self._group,
+        )

@@ -1,0 +1,205 @@
+"""The state of all ranks in the shape that loading and saving expect: units with a fp32 master and moments m, v.
+
+The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
+what they write into it, every rank cuts its boxes from; what they read from it on rank 0 is gathered, one unit at a time. So both
+engines share one checkpoint format, and any layout reads any other's.
+
+[Note: who sends what]
+Every element has one sender: the first replicate rank, the first tensor rank of what tensor ranks share, the first stage of what
+is tied. A parameter is gathered by point-to-point messages of exactly these boxes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatrain.host.layout import FlatLayout
+from megatrain.host.store import UnitPlanes
+from megatrain.mesh.data_parallel import Box, local
+from megatrain.mesh.devices import Devices
+from megatrain.mesh.gradients import Gradients
+from megatrain.models.structure import Structure, Unit
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A local parameter: the first or the second end of a tie, or an untied one."""
+
+    parameter: nn.Parameter
+    box: Box
+    optimizer: torch.optim.Optimizer
+
+
+class _UnitView:
+    """What `load_weights` and `initialize` need of a unit's planes."""
+
+    def __init__(self, state: MeshState, unit: Unit):
+        self._state, self._unit = state, unit
+        self.layout: FlatLayout = unit.layout
+
+    def write_master(self, name: str, value: torch.Tensor) -> None:
+        self._state.write(self._unit.prefix + name, value)
+
+
+class MeshState:
+    """Masters and moments of the whole model, spread over the ranks. Construction is collective.
+
+    Args:
+        structure: The whole model.
+        gradients: Holds the local parameters and optimizers.
+        devices: The mesh.
+    """
+
+    def __init__(self, structure: Structure, gradients: Gradients, devices: Devices):
+        self._structure, self._devices = structure, devices
+        self._held: dict[str, list[_Held]] = {}
+        for name, parameter, box, optimizer in gradients.all():
+            owner = structure.tied.get(name, name)
+            self._held.setdefault(owner, []).append(_Held(parameter, box, optimizer))
+        at = devices.at
+        sent = {
+            name: box
+            for name, (_, box) in gradients.owned().items()
+            if at.replicate == 0 and (box.tensor_dim is not None or at.tensor == 0) and 0 not in box.sizes
+        }
+        self._senders: list[dict[str, Box]] = [{}] * devices.layout.world
+        dist.all_gather_object(self._senders, sent)
+        self._sent = sent
+        self.units = {unit.name: _UnitView(self, unit) for unit in structure.units}
+
+    @property
+    def local_units(self) -> set[str]:
+        """Units of which this rank holds a part."""
+        return {unit.name for unit in self._structure.units for _, full in unit.full_names() if full in self._held}
+
+    # ---------------------------------------------------------------- in
+
+    @torch.no_grad()
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Cut this rank's boxes of a whole master. Names that it does not hold are passed over."""
+        for held in self._held.get(name, []):
+            own = local(held.parameter)
+            own.copy_(value[held.box.slices].reshape(own.shape))
+
+    @contextlib.contextmanager
+    def restoring(self, name: str) -> Iterator[UnitPlanes]:
+        """Whole fp32 planes of a unit to be filled; this rank's boxes are cut from them at the end."""
+        unit = self._unit(name)
+        planes = _empty_planes(unit)
+        yield planes
+        for entry_name, full in unit.full_names():
+            self.write(full, unit.layout.view(planes.hi, entry_name))
+            for held in self._held.get(full, []):
+                state = held.optimizer.state[held.parameter]
+                for key, plane in (("exp_avg", planes.m), ("exp_avg_sq", planes.v)):
+                    state[key] = torch.zeros_like(held.parameter)
+                    own = local(state[key])
+                    own.copy_(unit.layout.view(plane, entry_name)[held.box.slices].reshape(own.shape))
+
+    def set_updates(self, updates: int) -> None:
+        """The number of updates behind the moments that were restored."""
+        for held in (h for several in self._held.values() for h in several):
+            if updates == 0:
+                held.optimizer.state.pop(held.parameter, None)
+            else:
+                held.optimizer.state[held.parameter]["step"] = torch.tensor(float(updates))
+
+    # ---------------------------------------------------------------- out
+
+    def on_host(self, name: str) -> UnitPlanes:
+        """A unit's planes, gathered. Collective: rank 0 gets them, the other ranks get empty ones."""
+        unit = self._unit(name)
+        main = dist.get_rank() == 0
+        planes = _empty_planes(unit) if main else _no_planes(unit)
+        for entry_name, full in unit.full_names():
+            for rank, boxes in enumerate(self._senders):
+                if full not in boxes:
+                    continue
+                values = self._triple(full) if self._sent is boxes or rank == dist.get_rank() else None
+                if rank != 0 and values is not None:
+                    dist.send(values, dst=0)
+                if main:
+                    if values is None:
+                        sizes = (3, *boxes[full].sizes)
+                        values = torch.empty(sizes, dtype=torch.float32, device=self._devices.device)
+                        dist.recv(values, src=rank)
+                    for plane, value in zip((planes.hi, planes.m, planes.v), values.cpu(), strict=True):
+                        unit.layout.view(plane, entry_name)[boxes[full].slices] = value
+        return planes
+
+    def _triple(self, name: str) -> torch.Tensor:
+        """(3, box): this rank's master, m and v in fp32."""
+        held = self._held[name][0]
+        state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
+        master = local(held.parameter.detach()).float()
+        moments = [
+            local(state[key]).float() if key in state else torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")
+        ]
+        return torch.stack([master, *moments]).reshape(3, *held.box.sizes).contiguous()
+
+    def _unit(self, name: str) -> Unit:
+        return next(unit for unit in self._structure.units if unit.name == name)
+
+
+def _empty_planes(unit: Unit) -> UnitPlanes:
+    hi, m, v = (torch.zeros(unit.layout.numel, dtype=torch.float32) for _ in range(3))
+    return UnitPlanes(unit.name, unit.layout, hi, None, m, v)
+
+
+def _no_planes(unit: Unit) -> UnitPlanes:
+    nothing = torch.empty(0)
+    return UnitPlanes(unit.name, unit.layout, nothing, None, nothing, nothing)
+
+
+def agree(ok: bool, device: torch.device) -> bool:
+    """Rank 0's word, on every rank. Collective."""
+    word = torch.tensor([int(ok)], device=device)
+    dist.broadcast(word, src=0)
+    return bool(word.item())
+
+
+def everyone(ok: bool, device: torch.device) -> bool:
+    """Whether all ranks say yes. Collective."""
+    word = torch.tensor([int(ok)], device=device)
+    dist.all_reduce(word, op=dist.ReduceOp.MIN)
+    return bool(word.item())
+
+
+class SavingStore:
+    """On rank 0, the store that `save_checkpoint` reads from; the other ranks `follow`.
+
+    Rank 0 names each unit before it is gathered, so that an error there (a full disk) ends the waiting everywhere.
+    """
+
+    FINISHED, FAILED = -1, -2
+
+    def __init__(self, state: MeshState, device: torch.device):
+        self._state, self._device = state, device
+        self.units = state.units
+        self._names = list(state.units)
+
+    def on_host(self, name: str) -> UnitPlanes:
+        self._say(self._names.index(name))
+        return self._state.on_host(name)
+
+    def finish(self, ok: bool) -> None:
+        """On rank 0: the end, good or bad."""
+        self._say(self.FINISHED if ok else self.FAILED)
+
+    def follow(self) -> bool:
+        """On the other ranks: send what rank 0 asks for. Returns whether rank 0 finished."""
+        while (word := self._say(0)) >= 0:
+            self._state.on_host(self._names[word])
+        return word == self.FINISHED
+
+    def _say(self, word: int) -> int:
+        said = torch.tensor([word], device=self._device)
+        dist.broadcast(said, src=0)
+        return int(said.item())

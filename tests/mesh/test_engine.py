@@ -1,0 +1,183 @@
+"""What the mesh engine promises beside parity: decisions, evaluation, batches, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import families
+import mesh_ranks as ranks
+from megatrain.errors import EngineClosed, UserError
+from megatrain.mesh.engine import MeshEngine
+from megatrain.mesh.exact import Fp32MeansFp64
+from megatrain.mesh.layout import Layout
+from megatrain.optim.adamw import AdamW, ParamGroup
+from mesh_cases import Case
+from mesh_parity import batches, build, digests
+from reference import ReferenceTrainer
+
+LLAMA = Case("llama", Layout(), 4, tied=True, kind="plain")
+
+
+def engine(model, layout, **more):
+    return MeshEngine(
+        model, layout, **{"compute_dtype": "fp64", "optim": AdamW(learning_rate=1e-2, max_grad_norm=0.1), **more}
+    )
+
+
+def test_one_nan_on_one_rank_makes_all_ranks_skip():
+    """Case 42, and case 6: nothing of the state changes."""
+    model, steps = build(LLAMA), batches(LLAMA)
+
+    def work():
+        trained = engine(model, Layout(tensor=2, pipeline=2))
+        trained.train_step(steps[0])
+        before = digests(trained)
+        settle = trained.gradients._settle
+
+        def poisoned():
+            settle()
+            if torch.distributed.get_rank() == 3:
+                next(iter(trained.gradients._parameters[0].values())).grad.to_local().fill_(float("nan"))
+
+        trained.gradients._settle = poisoned
+        skipped = trained.train_step(steps[1])
+        trained.gradients._settle = settle
+        unchanged = digests(trained) == before and trained.updates == 1 and trained.step == 2
+        return skipped.skipped, unchanged, trained.train_step(steps[2]).loss
+
+    results = ranks.run(4, work)
+    assert {r[0] for r in results} == {"gradient norm is not finite"}
+    assert all(r[1] for r in results) and len({r[2] for r in results}) == 1
+
+
+def test_evaluation_changes_nothing():
+    """Case 12: train-eval-train is train-train, bit for bit."""
+    model, steps = build(LLAMA), batches(LLAMA)
+
+    def work(evaluate):
+        trained = engine(model, Layout(pipeline=2, shard=2, schedule="zb1p"))
+        for batch in steps:
+            trained.train_step(batch)
+            if evaluate:
+                trained.eval_step(steps[0])
+        return digests(trained)
+
+    assert ranks.run(4, work, False) == ranks.run(4, work, True)
+
+
+def test_shapes_may_change_from_step_to_step():
+    """A shorter batch after a longer one, more rows, fewer rows than ranks: each is computed with its own shape."""
+    model = build(LLAMA)
+    family = families.BY_NAME["llama"]
+    shapes = [(8, 16), (3, 9), (1, 8), (8, 16), (5, 24)]
+    steps = [families.batch(family, seed=i, rows=r, tokens=t, kind="plain") for i, (r, t) in enumerate(shapes)]
+
+    def work():
+        trained = engine(model, Layout(pipeline=2, shard=2))
+        return [(r.loss, r.grad_norm) for r in (trained.train_step(batch) for batch in steps)]
+
+    found = ranks.run(4, work)[0]
+    with Fp32MeansFp64():
+        trainer = ReferenceTrainer(model, learning_rate=1e-2, max_grad_norm=0.1)
+        want = [trainer.step(batch) for batch in steps]
+    assert torch.allclose(torch.tensor(found), torch.tensor(want), rtol=1e-11, atol=0)
+
+
+def test_a_step_without_targets_changes_nothing():
+    """Case 4."""
+    model, steps = build(LLAMA), batches(LLAMA)
+    empty = {**steps[0], "labels": torch.full_like(steps[0]["labels"], -100)}
+
+    def work():
+        trained = engine(model, Layout(shard=2))
+        before = digests(trained)
+        result = trained.train_step(empty)
+        return result.loss, result.tokens, digests(trained) == before, trained.eval_step(empty).tokens
+
+    assert ranks.run(2, work)[0] == (None, 0, True, 0)
+
+
+def test_padding_masks_are_dropped_and_others_refused():
+    model = build(LLAMA)
+    family = families.BY_NAME["llama"]
+    masked = families.batch(family, seed=1, rows=4, tokens=16, kind="masked")
+    holes = {**masked, "attention_mask": masked["attention_mask"].flip(1)}
+
+    def work():
+        trained = engine(model, Layout(context=2))
+        with pytest.raises(UserError, match="masks tokens before real ones"):
+            trained.train_step(holes)
+        return trained.train_step(masked).loss
+
+    loss = ranks.run(2, work)[0]
+    with Fp32MeansFp64():
+        want, _ = ReferenceTrainer(model).step(masked)
+    assert loss == pytest.approx(want, rel=1e-12)
+
+
+def test_parameter_groups_follow_the_owner_of_a_tie():
+    model, steps = build(LLAMA), batches(LLAMA)
+    optim = AdamW(learning_rate=1e-2, groups=(ParamGroup("embed_tokens", weight_decay=0.0, lr_scale=0.0),))
+
+    def work():
+        trained = engine(model, Layout(pipeline=2), optim=optim)
+        trained.train_step(steps[0])
+        return dict(trained.named_parameters())["model.embed_tokens.weight"], digests(trained)
+
+    (weight, first), (_, last) = ranks.run(2, work)
+    assert torch.equal(weight, model.model.embed_tokens.weight)
+    assert [v for (n, *_), v in first.items() if "embed" in n] == [v for (n, *_), v in last.items() if "embed" in n]
+
+
+def test_bf16_keeps_fp32_masters():
+    """Case 5: updates far below bf16's resolution move the masters."""
+    model = families.build(families.BY_NAME["llama"], seed=1, tie=True)
+    steps = batches(LLAMA)
+
+    def work():
+        trained = engine(model, Layout(tensor=2, pipeline=2), compute_dtype="bf16", optim=AdamW(learning_rate=1e-6))
+        losses = [trained.train_step(batch).loss for batch in steps]
+        return losses, dict(trained.named_parameters())
+
+    losses, weights = ranks.run(4, work)[0]
+    plain = families.build(families.BY_NAME["llama"], seed=1, tie=True)
+    trainer = ReferenceTrainer(plain, learning_rate=1e-6)
+    want = [trainer.step(batch)[0] for batch in steps]
+    assert losses == pytest.approx(want, rel=2e-2)
+    before = dict(model.named_parameters())
+    for name, weight in plain.named_parameters():
+        moved, expected = weights[name] - before[name], weight - before[name]
+        assert weights[name].dtype == torch.float32
+        assert (moved != 0).float().mean() > 0.9, name
+        assert torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), dim=0) > 0.8, name
+
+
+def test_refusals_come_before_any_process_group():
+    model = build(LLAMA)
+    with pytest.raises(UserError, match="4 ranks, but there are 1 processes"):
+        MeshEngine(model, Layout(tensor=2, pipeline=2, shard=1))
+
+
+def test_split_backward_refuses_recompute():
+    model = build(LLAMA)
+
+    def work():
+        with pytest.raises(UserError, match="cannot recompute"):
+            engine(model, Layout(pipeline=2, schedule="zb1p"), recompute=True)
+        return True
+
+    assert ranks.run(2, work) == [True, True]
+
+
+def test_a_closed_engine_refuses():
+    model, steps = build(LLAMA), batches(LLAMA)
+
+    def work():
+        with engine(model, Layout()) as trained:
+            trained.train_step(steps[0])
+        with pytest.raises(EngineClosed):
+            trained.train_step(steps[0])
+        return True
+
+    assert ranks.run(1, work) == [True]

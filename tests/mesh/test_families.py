@@ -1,0 +1,28 @@
+"""The families that tensor and context parallel take are those that are proven here; others are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+import families
+from megatrain.mesh.layout import CONTEXT_FAMILIES, TENSOR_FAMILIES, Layout
+from mesh_cases import Case
+from mesh_parity import differences, on_ranks, plain
+
+
+@pytest.mark.parametrize("family", sorted(TENSOR_FAMILIES))
+def test_tensor_and_context_parallel_compute_the_family(family):
+    case = Case(family, Layout(tensor=2, context=2, shard=1), 4, tied=True, kind="packed")
+    assert not differences(on_ranks(case), plain(case))
+
+
+@pytest.mark.parametrize("family", sorted(CONTEXT_FAMILIES - TENSOR_FAMILIES))
+def test_context_parallel_computes_the_family(family):
+    case = Case(family, Layout(context=2, shard=1), 4, tied=True, kind="packed")
+    assert not differences(on_ranks(case), plain(case))
+
+
+def test_others_are_refused_by_name():
+    config = families.config(families.BY_NAME["olmo"])
+    for layout, word in ((Layout(tensor=2), "tensor"), (Layout(context=2), "context")):
+        assert any(f"olmo has not been proven with {word} parallel" in p for p in layout.problems(config, world=2))

@@ -1,0 +1,138 @@
+"""One checkpoint format for both engines and every layout; folders in, folders out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import families
+import mesh_ranks as ranks
+from megatrain.errors import UserError
+from megatrain.executor.engine import HostEngine
+from megatrain.mesh.engine import MeshEngine
+from megatrain.mesh.layout import Layout
+from megatrain.optim.adamw import AdamW
+from mesh_parity import digests
+
+FAMILY = families.BY_NAME["llama"]
+OPTIM = AdamW(learning_rate=1e-2, max_grad_norm=0.5)
+LAYOUTS = {
+    "tensor": Layout(tensor=2, shard=2),
+    "pipeline": Layout(pipeline=4, shard=1, schedule="zb1p"),
+    "vee": Layout(pipeline=2, virtual=2, replicate=2, shard=1, schedule="zbv"),
+    "context": Layout(context=2, tensor=2, shard=1),
+}
+BATCHES = [families.batch(FAMILY, seed=s, rows=8, tokens=16, kind="packed") for s in range(4)]
+
+
+def model(tie=True):
+    return families.build(FAMILY, seed=1, tie=tie)
+
+
+def train(source, layout, steps, *, load=None, save=None):
+    """Runs on a rank: losses of the steps, and what the engine holds at the end."""
+    with MeshEngine(source, layout, compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+        extra = engine.load(load) if load else None
+        losses = [engine.train_step(BATCHES[i]).loss for i in steps]
+        if save:
+            engine.save(save, extra={"note": "here"})
+        return losses, dict(engine.named_parameters()), extra, digests(engine), engine.step
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    with HostEngine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+        return [engine.train_step(batch).loss for batch in BATCHES]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint after two steps from each layout, and from the host engine."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, layout in LAYOUTS.items():
+        results = ranks.run(4, lambda layout=layout, name=name: train(model(), layout, [0, 1], save=folder / name))
+        torch.save(results[0][1], folder / f"{name}.weights")
+    with HostEngine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+        for batch in BATCHES[:2]:
+            engine.train_step(batch)
+        engine.save(folder / "host", extra={"note": "here"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(a, b) for a, b in itertools.product([*LAYOUTS, "host"], LAYOUTS) if a != b]
+)
+def test_any_layout_goes_on_from_any_other(source, target, saved, uninterrupted):
+    """Case 44: weights and moments; the losses are those of the uninterrupted run."""
+    results = ranks.run(4, lambda: train(model(), LAYOUTS[target], [2, 3], load=saved / source))
+    losses, _, extra, _, step = results[0]
+    assert extra == {"note": "here"} and step == 4
+    assert losses == pytest.approx(uninterrupted[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_the_host_engine_goes_on_from_a_mesh_checkpoint(source, saved, uninterrupted):
+    with HostEngine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+        assert engine.load(saved / source) == {"note": "here"}
+        losses = [engine.train_step(batch).loss for batch in BATCHES[2:]]
+    assert losses == pytest.approx(uninterrupted[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(name, saved):
+    """Case 21: 2 + save + load + 2 is 4."""
+    layout = LAYOUTS[name]
+    straight = ranks.run(4, lambda: train(model(), layout, [0, 1, 2, 3])[3])
+    resumed = ranks.run(4, lambda: train(model(), layout, [2, 3], load=saved / name)[3])
+    assert straight == resumed
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_transformers_loads_a_mesh_checkpoint(name, saved):
+    """Case 46: the key set of the whole model, from all stages; case 13: a tied tensor once."""
+    loaded, info = AutoModelForCausalLM.from_pretrained(saved / name, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    trained = torch.load(saved / f"{name}.weights")
+    for key, weight in loaded.named_parameters():
+        assert torch.allclose(weight.float(), trained[key], rtol=2**-8, atol=0), key
+
+
+def test_a_model_folder_is_read_by_slices(tmp_path):
+    model(tie=False).save_pretrained(tmp_path)
+    layout = Layout(tensor=2, pipeline=2)
+    weights = ranks.run(4, lambda: train(tmp_path, layout, [])[1])[0]
+    for name, weight in model(tie=False).named_parameters():
+        assert torch.equal(weights[name], weight), name
+
+
+def test_random_initialisation_is_the_same_in_every_layout(tmp_path):
+    model().config.save_pretrained(tmp_path)
+
+    def work(layout):
+        with MeshEngine(tmp_path, layout, compute_dtype="fp32", init="random", seed=3, device="cpu") as engine:
+            return dict(engine.named_parameters())
+
+    one = ranks.run(1, work, Layout())[0]
+    four = ranks.run(4, work, Layout(tensor=2, pipeline=2))[0]
+    with HostEngine(tmp_path, device="cpu", compute_dtype="fp32", init="random", seed=3, threads=1) as engine:
+        host = dict(engine.named_parameters())
+    for name, weight in host.items():
+        assert torch.equal(one[name], weight) and torch.equal(four[name], weight), name
+
+
+def test_a_failed_save_fails_on_every_rank(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("x")
+
+    def work():
+        with MeshEngine(model(), Layout(pipeline=2), compute_dtype="fp32", device="cpu") as engine:
+            with pytest.raises(UserError) as error:
+                engine.save(tmp_path / "there")
+            return str(error.value), engine.train_step(BATCHES[0]).loss
+
+    first, second = ranks.run(2, work)
+    assert "rank 0 could not write" in second[0] and "rank 0" not in first[0]
+    assert first[1] == second[1]
