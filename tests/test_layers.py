@@ -25,6 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("optim",),
     ("checkpoint",),
     ("executor",),
+    ("mesh",),
     ("machine",),
     ("planner",),
 )

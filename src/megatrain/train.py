@@ -92,7 +92,7 @@ def train(
     """
     quiet_libraries()
     if run.engine == "mesh":
-        from megatrain.mesh.train import train_on_mesh
+        from megatrain.train_mesh import train_on_mesh
 
         return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
     with StopSignals() as stop, RunLogger() as log:
