@@ -193,48 +193,16 @@ class HostEngine:
             device=self.device,
         )
         self.buffers = dict(meta.named_buffers())
-        if isinstance(model, nn.Module):
-            copy_from_memory(model, self.structure, self.store)
-        elif init == "random":
-            initialize(self.structure, self.store, seed=seed, device=self.device)
-        elif init == "empty":
-            pass  # the engine refuses to compute before `load`
-        else:
-            assert self.source_folder is not None
-            load_weights(self.source_folder, self.structure, self.store, persistent_buffers(meta))
-
+        self._fill(model, init, persistent_buffers(meta))
         self._streams = Streams(self.device, disturb)
-        pinned = pin_planes(self.store, self._streams, pin)
-        # One core stays with the thread that drives the device.
-        self._updater = CpuUpdater(threads or max(1, len(os.sched_getaffinity(0)) - 1))
-        self._optimizer = HostOptimizer(
-            self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
-        )
-        self._copier = make_copier(self.store, self._streams, pinned)
-        gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
-        self._weights = make_weight_stream(
-            self.structure, self.store, self._streams, self._copier, self._compute, weight_slots, gate
-        )
-        direct = pinned and windows == 1
-        self._route = Route.EATEN if not gradient_plane else Route.DIRECT if direct else Route.ADDED
         self._slabs: SlabPool | None = None
         self._edge_slabs: dict[str, Slab] = {}
-        if self._route is not Route.DIRECT:
-            self._slabs, self._edge_slabs = make_slabs(
-                self.structure, self.store, self._streams, gradient_slabs, transport
-            )
-        self._gradients = GradientFlow(
-            self._streams,
-            self.store,
-            self.structure.units,
-            self._route,
-            transport,
-            self._slabs,
-            self._edge_slabs,
-            self._optimizer,
-            poison,
-        )
+        # One core stays with the thread that drives the device.
+        self._updater = CpuUpdater(threads or max(1, len(os.sched_getaffinity(0)) - 1))
+        self._make_flows(pin, weight_slots, gradient_plane, gradient_slabs, transport, poison)
+        self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
+        self._make_runner(frozenset(fp32_parameter_names(meta, self._compute)), device_buffers, budget)
         self._desk = CheckpointDesk(
             self.structure,
             self.store,
@@ -245,19 +213,6 @@ class HostEngine:
             self.device,
             empty=init == "empty",
         )
-        fp32_names = frozenset(fp32_parameter_names(meta, self._compute))
-        compiled = self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
-        shell = Shell(
-            self.structure,
-            device_buffers,
-            lambda *call: self._runner.run_layer(*call),
-            fp32_names,
-            compiled,
-            budget,
-            packed_flex=compiled and self._streams.cuda,
-        )
-        self._inputs = InputStore(self._streams, self._placement.offloaded)
-        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, compiled)
 
     # ---------------------------------------------------------------- training
 
@@ -565,6 +520,71 @@ class HostEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    # ---------------------------------------------------------------- construction
+
+    def _fill(self, model: str | Path | nn.Module, init: str | None, buffers: dict[str, torch.Tensor]) -> None:
+        """Masters and persistent buffers, from memory, from the family's own initialisation or from the folder's files."""
+        if isinstance(model, nn.Module):
+            copy_from_memory(model, self.structure, self.store)
+        elif init == "random":
+            initialize(self.structure, self.store, seed=self.seed, device=self.device)
+        elif init == "empty":
+            pass  # the engine refuses to compute before `load`
+        else:
+            assert self.source_folder is not None
+            load_weights(self.source_folder, self.structure, self.store, buffers)
+
+    def _make_flows(
+        self,
+        pin: Literal["auto", "all", "staged"],
+        weight_slots: int,
+        gradient_plane: bool,
+        gradient_slabs: int,
+        transport: torch.dtype,
+        poison: bool,
+    ) -> None:
+        """What moves weights in, gradients out, and updates behind them."""
+        pinned = pin_planes(self.store, self._streams, pin)
+        self._optimizer = HostOptimizer(
+            self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
+        )
+        self._copier = make_copier(self.store, self._streams, pinned)
+        gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
+        self._weights = make_weight_stream(
+            self.structure, self.store, self._streams, self._copier, self._compute, weight_slots, gate
+        )
+        direct = pinned and self._windows == 1
+        self._route = Route.EATEN if not gradient_plane else Route.DIRECT if direct else Route.ADDED
+        if self._route is not Route.DIRECT:
+            self._slabs, self._edge_slabs = make_slabs(
+                self.structure, self.store, self._streams, gradient_slabs, transport
+            )
+        self._gradients = GradientFlow(
+            self._streams,
+            self.store,
+            self.structure.units,
+            self._route,
+            transport,
+            self._slabs,
+            self._edge_slabs,
+            self._optimizer,
+            poison,
+        )
+        self._inputs = InputStore(self._streams, self._placement.offloaded)
+
+    def _make_runner(self, fp32_names: frozenset[str], device_buffers: dict[str, torch.Tensor], budget: float) -> None:
+        """HF's code around the layers, and the loop that drives it; each calls the other."""
+        shell = Shell(
+            self.structure,
+            device_buffers,
+            lambda *call: self._runner.run_layer(*call),
+            fp32_names,
+            self._compiled,
+            budget,
+            packed_flex=self._compiled and self._streams.cuda,
+        )
+        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, self._compiled)
 
     # ---------------------------------------------------------------- small parts
 
