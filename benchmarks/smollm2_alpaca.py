@@ -87,6 +87,16 @@ def plain_model(folder: str | Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
 
+def set_exact_weights(plain: Any, source: str, checkpoint: Path) -> None:
+    """Give a plain model the fp32 master weights of a checkpoint, of which its bf16 weights are the rounded half."""
+    with mt.HostEngine(
+        source, compute_dtype="fp32", optim=mt.AdamW(max_grad_norm=None), gradient_plane=False
+    ) as engine:
+        engine.load(checkpoint)
+        plain.load_state_dict(dict(engine.named_parameters()), strict=False)
+    plain.tie_weights()
+
+
 def main(model: str, data: str, run_dir: str, overrides: list[str]) -> None:
     run = run_config(model, data, run_dir, overrides)
     prepared = prepare(run, resume=None, log=print)
@@ -116,6 +126,8 @@ def main(model: str, data: str, run_dir: str, overrides: list[str]) -> None:
     trained = plain_model(summary.checkpoint)
     trained_held_out = plain_loss(trained, held_out)
     answer_after = answer(trained, tokenizer)
+    set_exact_weights(trained, model, summary.checkpoint)
+    exact_held_out = plain_loss(trained, held_out)
 
     records = read_records(summary.folder / "metrics.jsonl")
     before, steps = records[0], records[1:]
@@ -129,7 +141,8 @@ def main(model: str, data: str, run_dir: str, overrides: list[str]) -> None:
 | training, megatrain: the first step; mean of the last five | {losses[0]:.6f} | {sum(losses[-5:]) / 5:.4f} |
 | training, the same first batch by plain transformers | {plain_first:.6f} | |
 | held out ({before.val_tokens:,} target tokens), megatrain, fp32 | {before.val_loss:.6f} | {steps[-1].val_loss:.6f} |
-| held out, plain transformers: source folder; the saved bf16 checkpoint | {plain_held_out:.6f} | {trained_held_out:.6f} |
+| held out, plain transformers: source folder; the checkpoint's fp32 weights | {plain_held_out:.6f} | {exact_held_out:.6f} |
+| held out, plain transformers: source folder; the checkpoint's bf16 weights | {plain_held_out:.6f} | {trained_held_out:.6f} |
 
 First loss: relative difference {difference:.1e} (allowed {LOSS_TOLERANCE:.0e}). {len(steps)} steps of at most \
 {run.batch.tokens_per_step:,} tokens, {sum(record.processed_tokens for record in steps):,} tokens in all, {train_s / 60:.1f} min
