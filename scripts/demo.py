@@ -135,7 +135,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where a new numbered folder is made")
     parser.add_argument("--text", default=str(TRAIN_TEXT), help="a glob in one folder; every file is read as text")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens")
+    parser.add_argument("--rows-per-step", type=int, default=24, help=f"rows of {ROW_TOKENS} tokens")
     return parser.parse_args(words)
 
 

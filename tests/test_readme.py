@@ -43,6 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model and the data that README talks about, in small."""
     folder = tmp_path_factory.mktemp("readme")
     write_model(folder / MODEL, max_position_embeddings=2048)
+    (folder / "docs").symlink_to(ROOT / "docs")
     (folder / "data").mkdir()
     write_chats(folder / "data" / "chat.jsonl", 400)
     (yaml,) = blocks("yaml")
@@ -118,7 +119,11 @@ def test_ci_runs_tests_and_demo_through_make() -> None:
 
 def test_links_and_the_tree_of_the_readme_are_there() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    missing = [link for link in links if not (ROOT / link).exists()]
+    missing = [link for link in links if not (ROOT / link.partition("#")[0]).exists()]
+    for file, _, anchor in (link.partition("#") for link in links if "#" in link):
+        headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        anchors = [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+        missing += [] if anchor in anchors else [f"{file}#{anchor}"]
     tree = next(text for name, text in BLOCKS if name == "" and text.startswith("src/megatrain/"))
     for line in tree.splitlines():
         name = line.split()[0]

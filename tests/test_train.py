@@ -72,7 +72,7 @@ def test_the_folder_of_a_run(files: Path, tmp_path: Path) -> None:
     found = records(run)
     assert [record.step for record in found] == [1, 2, 3, 4]
     assert summary == TrainSummary(
-        folder, 4, 4, found[0].loss, found[-1].loss, None, folder / "checkpoints" / "step_000004", None
+        folder, 4, 4, found[0].loss, found[-1].loss, None, None, folder / "checkpoints" / "step_000004", None
     )
     first = found[0]
     assert first.rows == 4

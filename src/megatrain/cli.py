@@ -73,7 +73,7 @@ def _run(words: list[str]) -> int:
         case "eval":
             from megatrain.evaluate import evaluate_run
 
-            evaluate_run(run, checkpoint=arguments.checkpoint)
+            evaluate_run(run, checkpoint=arguments.checkpoint or _newest_checkpoint(Path(arguments.config)))
         case "data":
             from megatrain.inspect_data import inspect_data
 
@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint",
         metavar="PATH",
         type=Path,
-        help="a checkpoint's folder, or any model folder; default: model.path",
+        help="a checkpoint's folder, or any model folder; default: the newest checkpoint of a run's folder, model.path of a YAML",
     )
     _add_checkpoint_commands(commands)
     plan = _command(
@@ -305,6 +305,15 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str, what: str
 def _config_file(given: str) -> Path:
     path = Path(given)
     return path / "config.yaml" if path.is_dir() else path
+
+
+def _newest_checkpoint(given: Path) -> Path | None:
+    """What `eval` means by the folder of a run: its newest complete checkpoint, if it has one."""
+    if not given.is_dir():
+        return None
+    from megatrain.checkpoint.reader import latest_complete
+
+    return latest_complete(given / "checkpoints") if (given / "checkpoints").is_dir() else None
 
 
 def _unknown_argument(word: str) -> UserError:

@@ -59,6 +59,7 @@ class TrainSummary:
         total_steps: What the schedule asked for.
         first_loss, last_loss: Training loss of the run's first and last step that had one.
         val_loss: The newest validation loss.
+        val_step: The step after which it was measured.
         checkpoint: The newest checkpoint.
         stopped_by: The signal, or file, that ended the run early; None if it went to its end.
     """
@@ -69,6 +70,7 @@ class TrainSummary:
     first_loss: float | None
     last_loss: float | None
     val_loss: float | None
+    val_step: int | None
     checkpoint: Path | None
     stopped_by: str | None
 
@@ -102,7 +104,9 @@ def train(
         if stop:
             log.info(f"stopped by {stop.requested} before the first step")
             total = prepared.total_steps
-            return TrainSummary(folder.path, past.step, total, None, None, None, prepared.start_from, stop.requested)
+            return TrainSummary(
+                folder.path, past.step, total, None, None, None, None, prepared.start_from, stop.requested
+            )
         folder.create()
         log.open_folder(folder.path)
         folder.tidy()
@@ -255,6 +259,11 @@ class Loop:
         config = self.run_config
         if self.step == 0 and config.eval.at_start and not self.stop:
             self._record(metrics, self._with_validation(self._before_first_step()))
+        if self.step >= self.total_steps:
+            self.log.info(
+                f"nothing is left to do: all {self.total_steps} steps were taken; to go on, raise schedule.steps or "
+                "schedule.epochs (with --allow-changes where that changes learning rates of steps already taken)"
+            )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
         with _Prefetcher(self.loader, first, end) as batches:
             while self.step < self.total_steps and not self._asked_to_stop():
@@ -411,14 +420,16 @@ class Loop:
 
     def _summary(self) -> TrainSummary:
         losses = [record.loss for record in self.history if record.loss is not None]
-        val_losses = [record.val_loss for record in self.history if record.val_loss is not None]
+        validated = [(record.step, record.val_loss) for record in self.history if record.val_loss is not None]
+        val_step, val_loss = validated[-1] if validated else (None, None)
         return TrainSummary(
             folder=self.folder.path,
             step=self.step,
             total_steps=self.total_steps,
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
-            val_loss=val_losses[-1] if val_losses else None,
+            val_loss=val_loss,
+            val_step=val_step,
             checkpoint=self.saves.checkpoint,
             stopped_by=self.stop.requested,
         )
@@ -478,6 +489,8 @@ def _last_words(summary: TrainSummary, folder: RunFolder) -> str:
         f"training loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if summary.first_loss is not None else ""
     )
     validation = f"validation loss {summary.val_loss:.4f}" if summary.val_loss is not None else ""
+    if validation and summary.val_step != summary.step:
+        validation += f" (of step {summary.val_step})"
     where = f"checkpoint {summary.checkpoint}, picture {folder.plot}"
     return "; ".join(part for part in (f"{summary.step} steps done", fall, validation, where) if part)
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,6 +444,59 @@ def test_the_ladder_ends_with_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.train_step(rows_of(0)).skipped is None
 
 
+def test_gradients_of_an_fp16_step_come_without_the_loss_scale() -> None:
+    gradients = []
+    for step in (lambda engine: engine.train_step(rows_of()), lambda engine: engine.backward(rows_of())):
+        with engine_of(build(LLAMA, seed=0), compute_dtype="fp16") as engine:
+            step(engine)
+            gradients.append(dict(engine.named_gradients()))
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, "x"])
+def test_a_bad_learning_rate_is_refused_and_changes_nothing(rate: Any) -> None:
+    with engine_of(build(LLAMA, seed=0)) as engine:
+        before = state_bytes(engine)
+        with pytest.raises(UserError, match="learning_rate"):
+            engine.train_step(rows_of(), learning_rate=rate)
+        assert (engine.step, engine.updates) == (0, 0)
+        assert state_bytes(engine) == before
+
+
+def test_a_frozen_layer_is_trained_around() -> None:
+    model = build(LLAMA, seed=0)
+    for parameter in model.get_submodule("model.layers.1").parameters():
+        parameter.requires_grad_(False)
+    want = reference_loss_and_grads(copy.deepcopy(model), rows_of())
+    with engine_of(model, optim=AdamW(learning_rate=1e-3)) as engine:
+        assert engine.train_step(rows_of()).loss == pytest.approx(want.loss, rel=1e-6)
+        weights = weights_of(engine)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], parameter) == name.startswith("model.layers.1."), name
+
+
+def test_a_second_thread_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(build(LLAMA, seed=0)) as engine:
+        assert engine._computing.acquire(blocking=False)
+        with pytest.raises(UserError, match="one thread at a time"):
+            engine.train_step(rows_of())
+        engine._computing.release()
+        assert engine.train_step(rows_of()).skipped is None
+
+
+def test_a_checkpoint_of_a_model_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    with engine_of(build(LLAMA, seed=0)) as engine:
+        engine.save(tmp_path / "saved")
+    other = build(LLAMA, seed=0)
+    other.config.rms_norm_eps = 0.1
+    with engine_of(other) as engine:
+        with pytest.raises(UserError, match=r"rms_norm_eps is 1e-06 there and 0\.1 here"):
+            engine.load(tmp_path / "saved")
+        assert engine.train_step(rows_of()).skipped is None
+    with engine_of(build(LLAMA, seed=1)) as engine:
+        engine.load(tmp_path / "saved")
+
+
 def test_a_closed_engine_says_so() -> None:
     engine = engine_of(build(LLAMA, seed=0))
     engine.close()
@@ -516,6 +570,10 @@ def test_document_ids_alone_are_enough() -> None:
     [
         ({"weight_slots": 1}, "weight_slots"),
         ({"windows": 0}, "windows"),
+        ({"threads": 99_999}, "threads = 99999"),
+        ({"compute_dtype": "fp8"}, "fp8"),
+        ({"pin": "zzz"}, "pin = 'zzz'"),
+        ({"init": "bogus"}, "bogus"),
         ({"gradient_plane": False}, "cannot clip"),
         ({"device": "cuda:7"}, "CUDA"),
         ({"optim": AdamW(groups=())}, ""),

@@ -83,7 +83,7 @@ def test_long_lines_are_not_wrapped(console: Console) -> None:
 def test_the_line_of_a_step() -> None:
     line = step_line(record(12, loss=2.34567, grad_norm=1.234, processed_tokens_per_s=10250.0), 300, left_s=898.4)
     assert line == (
-        "step  12/300  loss 2.3457  norm 1.23  lr 1.00e-05  10.2k tok/s, 1.5k trained  "
+        "step  12/300  loss 2.3457  norm 1.23  lr 1.00e-05  10.2k tok/s (1.5k trained)  "
         "2.00 s (forward 0.50, data 0.10)  ETA 0:14:58"
     )
 

@@ -82,7 +82,9 @@ class Layer(nn.Module):
         ({"width": 3}, {"width": 4}, False),
         ({"what": object()}, {"what": object()}, False),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),  # no addresses: all workers must agree
+    ids=lambda value: (
+        "-".join(value) if isinstance(value, dict) else str(value)
+    ),  # no addresses: all workers must agree
 )
 def test_layers_are_equal_when_their_plain_attributes_are(
     one: dict[str, Any], other: dict[str, Any], same: bool

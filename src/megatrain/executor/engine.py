@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from megatrain.executor.results import EvalResult, StepResult
 from megatrain.executor.settings import (
     ComputeDtype,
     Placement,
+    check_choice,
     check_placement,
     check_settings,
     compute_dtype_of,
@@ -47,7 +49,7 @@ from megatrain.executor.settings import (
 from megatrain.executor.step import Batch, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate
 from megatrain.host.store import HostStore
-from megatrain.models.build import find_model_folder, fp32_parameter_names
+from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import Shell
@@ -147,11 +149,16 @@ class HostEngine:
         self._closed = False
         self._desk: CheckpointDesk | None = None
         self._denser = Denser()
+        self._computing = threading.Lock()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
         self._head_chunk_tokens = head_chunk_tokens
         self._compute = compute_dtype_of(compute_dtype, self.device)
         self._loss_scale = LossScale() if self._compute == torch.float16 else None
         transport = transport_dtype_of(grad_transport, self._compute)
+        check_choice("pin", pin, ("auto", "all", "staged"))
+        check_choice("init", init, (None, "random", "empty"))
+        check_choice("verify", verify, ("auto", "always", "never"))
+        check_choice("compile", compile, ("auto", "on", "off"))
         check_settings(
             self.optim,
             self._compute,
@@ -164,6 +171,7 @@ class HostEngine:
                 "chunk_rows": (chunk_rows, 1),
                 "head_chunk_tokens": (head_chunk_tokens, 1),
             },
+            threads,
         )
         if device_gib is not None and self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
@@ -229,6 +237,8 @@ class HostEngine:
             NumericStop: Without a gradient plane, gradients were not finite and some units were already updated.
         """
         started = time.perf_counter()
+        if learning_rate is not None and not (isinstance(learning_rate, int | float) and 0 <= learning_rate < math.inf):
+            raise UserError(f"learning_rate = {learning_rate!r} is not a number of at least 0", "train_step")
         batch, tokens = self._checked(batch)
         self._forget_ended_save()
         if tokens == 0:
@@ -254,7 +264,6 @@ class HostEngine:
             return StepResult(None, None, 0, "no target tokens")
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         loss, norm = self._forward_backward(batch, tokens, scale)
-        self._gradient_scale = scale
         return StepResult(loss, norm, tokens, "gradients only", self._seconds(started), scale)
 
     def eval_step(self, batch: Batch) -> EvalResult:
@@ -267,6 +276,8 @@ class HostEngine:
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
         """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
+
+        self._gradient_scale = loss_scale
 
         def compute(shape: StepShape) -> list[float]:
             self._reset_counters()
@@ -284,6 +295,16 @@ class HostEngine:
 
     def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T]) -> T:
         """Run `compute`; on CUDA out of memory drop what it has built and try the next denser setting, for good."""
+        if not self._computing.acquire(blocking=False):
+            raise UserError(
+                "another thread is computing on this engine", "HostEngine", "call it from one thread at a time"
+            )
+        try:
+            return self._climb_until_it_fits(batch, compute)
+        finally:
+            self._computing.release()
+
+    def _climb_until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T]) -> T:
         while True:
             shape = self._shape(batch)
             try:
@@ -447,6 +468,7 @@ class HostEngine:
                 is as it was; otherwise the engine refuses to compute until a load succeeds.
         """
         desk = self._open_desk()
+        refuse_other_config(Path(directory), self.config)
         desk.wait_saved()
         self._forget_ended_save()
         self._optimizer.forget(desk.give_load_up())

@@ -67,9 +67,10 @@ class UnitSum:
             for start, end in self.unit.layout.gaps:
                 self.flat[start:end].zero_()
             found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                [self._views[name] for name in found], list(found.values())
-            )
+            if found:  # a frozen layer has none
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                    [self._views[name] for name in found], list(found.values())
+                )
             for name in self._views.keys() - found.keys():
                 self._views[name].zero_()
             return

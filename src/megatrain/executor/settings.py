@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -50,8 +51,16 @@ class Placement:
         )
 
 
+MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""More AdamW threads than this only take each other's core and memory."""
+
+
 def check_settings(
-    optim: AdamW, compute: torch.dtype, gradient_plane: bool, at_least: dict[str, tuple[int | None, int]]
+    optim: AdamW,
+    compute: torch.dtype,
+    gradient_plane: bool,
+    at_least: dict[str, tuple[int | None, int]],
+    threads: int | None = None,
 ) -> None:
     """Raise one UserError with everything that cannot work, before a model is looked at.
 
@@ -60,9 +69,12 @@ def check_settings(
         compute: Compute type.
         gradient_plane: Whether gradients wait for the norm.
         at_least: Setting -> (value or None for automatic, least value). Includes `windows`.
+        threads: Of AdamW, None for automatic.
     """
     problems = [f"{n} = {value} is below {least}" for n, (value, least) in at_least.items() if (value or least) < least]
     problems += [f"{n} = 0 is below {least}" for n, (value, least) in at_least.items() if value == 0]
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        problems.append(f"threads = {threads} is not between 1 and {MOST_THREADS}")
     if not gradient_plane and optim.max_grad_norm is not None:
         problems.append("gradient_plane=False cannot clip: set max_grad_norm=None")
     if not gradient_plane and (at_least["windows"][0] or 1) > 1:
@@ -71,6 +83,13 @@ def check_settings(
         problems.append("gradient_plane=False cannot skip fp16 overflows: use bf16 or fp32")
     if problems:
         raise UserError("; ".join(problems), "HostEngine")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise a UserError where a setting is none of its words."""
+    if value not in choices:
+        words = ", ".join(str(choice) for choice in choices)
+        raise UserError(f"{name} = {value!r} is not one of {words}", "HostEngine")
 
 
 def check_placement(
@@ -143,6 +162,7 @@ def device_of(device: str | torch.device) -> torch.device:
 
 def compute_dtype_of(name: ComputeDtype, device: torch.device) -> torch.dtype:
     """What layers compute in: `auto` is bf16 on a GPU that has it, else fp32."""
+    check_choice("compute_dtype", name, ("auto", *DTYPES))
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     return DTYPES[name]
@@ -150,6 +170,7 @@ def compute_dtype_of(name: ComputeDtype, device: torch.device) -> torch.dtype:
 
 def transport_dtype_of(name: str, compute: torch.dtype) -> torch.dtype:
     """What gradients travel in: `auto` is fp32 with fp32 compute, else bf16."""
+    check_choice("grad_transport", name, ("auto", "bf16", "fp32"))
     if name == "auto":
         return torch.float32 if compute == torch.float32 else torch.bfloat16
     return DTYPES[name]

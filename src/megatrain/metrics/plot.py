@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ import numpy as np
 from megatrain.metrics.record import StepRecord
 
 MOST_POINTS = 1500  # a line of more points than pixels only costs time
+
+
+logger = logging.getLogger(__name__)
 
 
 class LossPlot:
@@ -27,8 +31,12 @@ class LossPlot:
             self.draw(records)
 
     def draw(self, records: Sequence[StepRecord]) -> None:
+        """Draw. A picture that cannot be written is said, and stops nothing."""
         start = time.monotonic()
-        draw_run(records, self._path, self._title)
+        try:
+            draw_run(records, self._path, self._title)
+        except OSError as error:
+            logger.warning("%s: the picture was not written: %s", self._path, error)
         took_s = time.monotonic() - start
         self._next_s = time.monotonic() + max(self._interval_s, 50 * took_s)
 

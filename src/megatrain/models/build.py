@@ -112,9 +112,63 @@ def build_meta_model(
             )
     except (ValueError, ImportError) as error:  # how transformers says that it lacks an attention or a package
         raise UserError(f"the model cannot be built: {_first_line(error)}", config.model_type) from error
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ZeroDivisionError,
+    ) as error:  # a value that no code knows
+        raise UserError(
+            f"the model cannot be built from its config: {type(error).__name__}: {_first_line(error)}",
+            f"model type {config.model_type}",
+            "look at the values in config.json",
+        ) from error
     _settle_parameters(model, compute_dtype)
     _make_buffers(model, compute_dtype)
     return model
+
+
+NOT_ARCHITECTURE = frozenset(
+    "_name_or_path transformers_version dtype torch_dtype use_cache architectures auto_map attn_implementation "
+    "_attn_implementation _attn_implementation_internal bos_token_id eos_token_id pad_token_id id2label label2id".split()
+)
+"""Keys of a config that say nothing of what the layers compute."""
+
+
+def refuse_other_config(checkpoint: Path, config: PreTrainedConfig) -> None:
+    """Refuse a checkpoint whose model has the same tensors but computes something else (another activation, rotary base...).
+
+    Raises:
+        UserError: With the keys that differ. A folder without a readable config is left to the checkpoint's own checks.
+    """
+    file = checkpoint / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw.get("model_type") != config.model_type:
+            return  # the language model out of a larger one, or another family, which its tensors' names give away
+        saved = type(config).from_dict(raw).to_dict()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return
+    mine = config.to_dict()
+    shared = (saved.keys() & mine.keys()) - NOT_ARCHITECTURE
+    other = [k for k in sorted(shared) if _architecture(saved[k]) != _architecture(mine[k])]
+    if other:
+        what = ", ".join(f"{key} is {saved[key]!r} there and {mine[key]!r} here" for key in other[:4])
+        raise UserError(
+            f"the checkpoint's model computes something else: {what}",
+            str(file),
+            "go on with the config it was trained with, or start a new run from this folder's weights",
+        )
+
+
+def _architecture(value: Any) -> Any:
+    """A config value without the keys that say nothing, in nested configs too; tuples and lists alike."""
+    if isinstance(value, dict):
+        return {k: _architecture(v) for k, v in value.items() if k not in NOT_ARCHITECTURE}
+    if isinstance(value, list | tuple):
+        return [_architecture(item) for item in value]
+    return value
 
 
 def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -186,6 +186,10 @@ def resolve_ties(structure: Structure, found: Mapping[str, torch.Tensor], where:
 def _write_unit(unit: Unit, found: Mapping[str, torch.Tensor], store: HostStore, missing: list[str]) -> None:
     for local, full in unit.full_names():
         if full in found:
+            if not bool(torch.isfinite(found[full]).all()):
+                raise UserError(
+                    "holds NaN or infinity", f"tensor {full}", "the weights are broken: take another copy of the model"
+                )
             store.units[unit.name].write_master(local, found[full])
         else:
             missing.append(full)
