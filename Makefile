@@ -32,8 +32,9 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+# Passive waits: on cores that others use too, threads that spin for each other are many times slower.
 demo: venv
-	$(BIN)/python scripts/demo.py $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python scripts/demo.py $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build
