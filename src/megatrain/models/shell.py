@@ -22,31 +22,20 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
-from megatrain.models.structure import Structure, attention_shape, with_submodule
+from megatrain.models.structure import LayerStandIn, Structure, attention_shape, with_submodule
 from megatrain.models.templates import LayerCode, Variant, template_groups
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """(layer index, positional arguments, keyword arguments) -> what HF's layer would return."""
 
 
-class StreamedLayer(nn.Module):
-    """Stands in HF's layer stack for a layer; has no parameters, only the layer's plain attributes.
-
-    HF's loops read attributes such as `attention_type` from their layers; anything not found here is looked up in the
-    layer's own module, which is kept out of the module tree so that it is neither moved, bound nor counted.
-    """
+class StreamedLayer(LayerStandIn):
+    """A layer that holds no weights: hands its call to the engine."""
 
     def __init__(self, index: int, module: nn.Module, run: RunLayer):
-        super().__init__()
+        super().__init__(module)
         self.index = index
-        object.__setattr__(self, "_module", module)
         object.__setattr__(self, "_run", run)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.index, args, kwargs)

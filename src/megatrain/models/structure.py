@@ -176,8 +176,12 @@ class _FirstLayerReached(Exception):
     """Ends the trial forward of `_read_before_layers`."""
 
 
-class _Stop(nn.Module):
-    """Stands for a layer in the trial forward; keeps the layer's attributes, which HF's loop may read first."""
+class LayerStandIn(nn.Module):
+    """Stands in HF's layer stack for a layer; has no parameters, only the layer's plain attributes.
+
+    HF's loops read attributes such as `attention_type` from their layers; anything not found here is looked up in the
+    layer's own module, which is kept out of the module tree so that it is neither moved, bound nor counted.
+    """
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -188,6 +192,10 @@ class _Stop(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(object.__getattribute__(self, "_layer"), name)
+
+
+class _Stop(LayerStandIn):
+    """Ends the trial forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _FirstLayerReached

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.models.structure import Structure, Unit, with_submodule
+from megatrain.models.structure import LayerStandIn, Structure, Unit, with_submodule
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +112,8 @@ class _Reached(Exception):
         self.args_, self.kwargs = args, kwargs
 
 
-class _Capture(nn.Module):
-    """Stands for a layer; keeps the layer's attributes, which HF's loop may read first."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        object.__setattr__(self, "_layer", layer)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_layer"), name)
+class _Capture(LayerStandIn):
+    """Ends the forward at the first layer, with what it was called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _Reached(args, kwargs)
