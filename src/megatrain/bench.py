@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.errors import UserError
 from megatrain.executor.engine import HostEngine
+from megatrain.executor.gate import token_wise
 from megatrain.loss import cross_entropy_sum
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import device_seconds, probe
@@ -148,7 +149,7 @@ def bench(
         folder = _folder_of(shape, Path(scratch))
         on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         structure = _structure(folder, torch.bfloat16)
-        model = shape_of_structure(structure, shape)
+        model = shape_of_structure(structure, shape, token_wise(structure.model.config))  # type: ignore[arg-type]
         machine = load_machine(machine_file) if machine_file else probe(device)
         made = None
         if machine.device_gib > 0:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from families import BY_NAME, CORE, Family, batch, build
+from families import CORE, Family, batch, build
 from megatrain.executor.engine import HostEngine
 from reference import gradient_error
 

@@ -198,9 +198,7 @@ class HostEngine:
 
         split = self._compute == torch.bfloat16
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
-        self._placement = Placement.of(
-            self.structure, resident, kept, selective, offloaded, keep_attention, keep_mlp
-        )
+        self._placement = Placement.of(self.structure, resident, kept, selective, offloaded, keep_attention, keep_mlp)
         check_placement(self.structure, self._placement, self._segment, self._compute, gradient_plane)
         refuse_if_too_large(self.structure, self._placement.resident, split, grad_dtype, host_gib)
         self.store = HostStore(

@@ -255,7 +255,9 @@ class StepRunner:
         moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
         spec = None
         for rows in self._chunks:
-            graph, spec = self._graph_of(call, flat, rows, variant, moving.left_out() if moving else contextlib.nullcontext())
+            graph, spec = self._graph_of(
+                call, flat, rows, variant, moving.left_out() if moving else contextlib.nullcontext()
+            )
             graph.moving = moving
             call.graphs.append(graph)
         self._weights.release(call.layer)

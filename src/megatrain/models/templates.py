@@ -20,7 +20,8 @@ the code object and its memory budget is no part of the cache's guards:
 `attention` and `mlp` keep the results of some operations by name and compute all others again, which is what
 `torch.utils.checkpoint` calls a selective policy. Where a layer is compiled, the compiler cuts its graph by that policy, and its
 backward computes again no more than it reads: attention runs once. An eager layer does it in two calls: its forward writes
-the results down (`Kept.written`), and the recompute before its backward reads them instead of running the operation (`Kept.read`).
+the results down (`Kept.written`), and the recompute before its backward reads them instead of running the operation
+(`Kept.read`).
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def _fresh_function(module: nn.Module, name: str, stays: Stays | None) -> Any:
     def run_part(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return checkpoint(functional_call, module, bound, args, kwargs, use_reentrant=False, context_fn=contexts)
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, stays))
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, stays))  # type: ignore[arg-type]
     plain = run if stays is None else run_part
     code = plain.__code__.replace(co_name=name)
     return types.FunctionType(code, plain.__globals__, name, plain.__defaults__, plain.__closure__)
@@ -182,16 +183,15 @@ def _fresh_function(module: nn.Module, name: str, stays: Stays | None) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 # One part kept
 
-ATTENTION = tuple(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-) + (flex_attention_hop,)
+_aten = torch.ops.aten
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    flex_attention_hop,
+)
 """Fused attention: forward kernels that save their output and the logarithms of the sums for the backward."""
 
 

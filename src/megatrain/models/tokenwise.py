@@ -187,7 +187,9 @@ def token_wise_places(root: nn.Module, layers: Sequence[nn.Module], run: Callabl
         run: Runs the model's forward on a few tokens.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
-    candidates = [(layer, name, m) for layer in layers for name, m in layer.named_modules() if name and _matrices(m) >= 2]
+    candidates = [
+        (layer, name, m) for layer in layers for name, m in layer.named_modules() if name and _matrices(m) >= 2
+    ]
     candidates += [
         (root, name, m) for name, m in root.named_modules()
         if name and id(m) not in inside and any(True for _ in m.parameters()) and not isinstance(m, nn.Embedding)

@@ -3,9 +3,10 @@
 Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these
 the rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with
 activations, first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back
-first. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave
-something to gain. Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans
-less on the link and on the CPU.
+first. Where rows are so long that MLPs are computed in chunks of tokens, attention is most of the work, and what is kept is what
+attention gave. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where
+fewer leave something to gain. Of plans that differ by less than the prediction can tell, the one with more resident units is
+taken: it leans less on the link and on the CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
 
 CHUNK_TOKENS = (32768, 16384, 8192, 4096)
+MLP_CHUNK_TOKENS = 16384
+LONG_TOKENS = 65536
+"""A layer that computes at least so many tokens together computes its MLP in chunks."""
 MOST_WINDOWS = 16
 COARSE_STEPS = 8
 AS_GOOD = 1.004
@@ -135,7 +139,29 @@ class Search:
         head_choices = (False, True) if self._may_reside and shape.head else (False,)
         cuts = itertools.product(embedding_choices, head_choices, self._chunk_rows(windows), self._head_tokens(windows))
         for embedding, head, chunk_rows, head_tokens in cuts:
-            yield Choice(layers, embedding, head, (policy,) * shape.depth, 0, windows, chunk_rows, head_tokens)
+            yield Choice(
+                layers,
+                embedding,
+                head,
+                (policy,) * shape.depth,
+                0,
+                windows,
+                chunk_rows,
+                head_tokens,
+                self._mlp_chunk(windows, chunk_rows),
+            )
+
+    def _mlp_chunk(self, windows: int, chunk_rows: int) -> int | None:
+        """Tokens of an MLP's chunk: only where a layer computes so many that chunks cost next to nothing."""
+        rows = -(-self.step.rows // windows)
+        tokens = -(-rows // -(-rows // chunk_rows)) * self.step.tokens
+        if self.options.policy in ("keep", "selective", "mlp") or not any(
+            c.token_wise_parameters for c in self.shape.costs
+        ):
+            return None
+        if self.options.mlp_chunk_tokens is not None:
+            return self.options.mlp_chunk_tokens
+        return MLP_CHUNK_TOKENS if tokens >= LONG_TOKENS else None
 
     def _windows(self) -> list[int]:
         if self.options.windows is not None or not self.options.gradient_plane:
@@ -172,6 +198,8 @@ class Search:
         if self.options.policy != "auto" or self.options.segment > 1:
             return base
         depth = self.shape.depth
+        if base.mlp_chunk_tokens is not None:
+            return _most(depth, lambda n: _policies(base, attention=n), self._fits)
         if not self.options.compiled:
             return _most(depth, lambda n: _policies(base, keep=n), self._fits)
         filled = _most(depth, lambda n: _policies(base, selective=n), self._fits)
@@ -194,10 +222,12 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.timeline.step
 
 
-def _policies(base: Choice, *, selective: int = 0, keep: int = 0) -> Choice:
-    """The last `keep` layers keep all, `selective` before them part."""
-    rest = len(base.policies) - selective - keep
-    order: tuple[tuple[Policy, int], ...] = (("recompute", rest), ("selective", selective), ("keep", keep))
+def _policies(base: Choice, *, attention: int = 0, selective: int = 0, keep: int = 0) -> Choice:
+    """The last `keep` layers keep all, `selective` before them part, `attention` before these the attention."""
+    rest = len(base.policies) - attention - selective - keep
+    order: tuple[tuple[Policy, int], ...] = (
+        ("recompute", rest), ("attention", attention), ("selective", selective), ("keep", keep)
+    )  # fmt: skip
     return replace(base, policies=tuple(policy for policy, count in order for _ in range(count)))
 
 
