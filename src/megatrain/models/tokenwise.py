@@ -81,10 +81,11 @@ def _forward(twin: nn.Module, chunks: TokenChunks, hidden_BTD: torch.Tensor) -> 
 @torch.library.custom_op("megatrain::in_chunks", mutates_args=())
 def _in_chunks(hidden_BTD: torch.Tensor, state: list[torch.Tensor], key: int) -> torch.Tensor:
     chunks = _KNOWN[key]
-    bound = dict(zip(chunks.names, state, strict=True))
-    x_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    # without gradients wherever they come from, so that the module is compiled once for its forward
+    bound = {name: tensor.detach() for name, tensor in zip(chunks.names, state, strict=True)}
+    x_ND = hidden_BTD.detach().reshape(-1, hidden_BTD.shape[-1])
     y_ND = torch.empty_like(x_ND)
-    with torch.no_grad():
+    with _outside_of_operators(), torch.no_grad():
         for part in chunks.parts(len(x_ND)):
             y_1nD = chunks.compute(False, bound, x_ND[part].unsqueeze(0))
             assert y_1nD.dtype == y_ND.dtype, f"{y_1nD.dtype} out of {y_ND.dtype}"
@@ -108,7 +109,7 @@ def _in_chunks_backward(
     x_ND, d_out_ND = (t.reshape(-1, t.shape[-1]) for t in (hidden_BTD, d_out_BTD))
     d_x_ND = torch.empty_like(x_ND)
     sums: list[torch.Tensor | None] = [None] * len(wanted)
-    with _autograd():
+    with _outside_of_operators(), torch.enable_grad():
         for part in chunks.parts(len(x_ND)):
             x_1nD = x_ND[part].detach().unsqueeze(0).requires_grad_()
             y_1nD = chunks.compute(True, bound, x_1nD)
@@ -151,13 +152,14 @@ _in_chunks.register_autograd(_backward, setup_context=_setup_context)
 
 
 @contextlib.contextmanager
-def _autograd() -> Iterator[None]:
-    """Inside, operations are recorded for a backward, although an operator's own code runs below autograd."""
+def _outside_of_operators() -> Iterator[None]:
+    """An operator's own code runs below autograd, which then records nothing, and compiled code is compiled once more because
+    of it. Inside, the dispatcher is as it is for everybody else."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
     included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
         yield
 
 
