@@ -626,7 +626,7 @@ class HostEngine:
             fp32_names,
             self._compiled,
             budget,
-            packed_flex=self._compiled and self._streams.cuda,
+            flex=self._compiled and self._streams.cuda,
             chunk_tokens=mlp_chunk_tokens,
             token_wise=self._places,
         )

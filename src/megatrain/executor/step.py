@@ -482,7 +482,7 @@ class StepRunner:
 
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
-        self.shell.choose_attention(packed=batch.get("position_ids") is not None)
+        self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
         return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
 
     def _bind_edges(self, requires_grad: bool) -> Edges:

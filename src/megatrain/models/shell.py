@@ -23,7 +23,7 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
-from megatrain.models.structure import LayerStandIn, Structure, attention_shape, with_submodule
+from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
 from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
 from megatrain.models.tokenwise import Place, TokenChunks, mlp_matrices, modules_in_chunks
 
@@ -108,7 +108,8 @@ class Shell:
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
         compiled: Compile the layers, once per template group.
         budget: Activation memory budget of layers whose activations are kept in part (compiled layers only).
-        packed_flex: Use flex attention for packed rows where the family has it: block masks instead of T x T masks.
+        flex: Use flex attention where the family has it, for packed rows and for rows longer than a layer's window: block
+            masks instead of T x T masks.
         chunk_tokens: Compute MLPs and norms behind the layers in chunks of so many tokens; None: whole.
         token_wise: Which modules can be, from `token_wise_places`.
     """
@@ -121,7 +122,7 @@ class Shell:
         fp32_names: frozenset[str] = frozenset(),
         compiled: bool = False,
         budget: float = 1.0,
-        packed_flex: bool = False,
+        flex: bool = False,
         chunk_tokens: int | None = None,
         token_wise: Mapping[Place, str] | None = None,
     ):
@@ -143,9 +144,10 @@ class Shell:
         ]
         """Full names of the trained parameters that `logits` reads."""
         self._plain_attention = self._base.config._attn_implementation
-        self._packed_attention = self._plain_attention
-        if packed_flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
-            self._packed_attention = "flex_attention"
+        self._masked_attention = self._plain_attention
+        if flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
+            self._masked_attention = "flex_attention"
+        self._window = attention_window(structure.model.config)
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
         self.groups = template_groups(self.layers)
         """Template group of each layer."""
@@ -211,9 +213,14 @@ class Shell:
         """What layer `index` keeps in a variant that keeps one part of it."""
         return self._code[self.groups[index]].kept_operations(variant)
 
-    def choose_attention(self, packed: bool) -> None:
-        """Take the attention implementation for rows of one document, or for packed rows, from now on."""
-        implementation = self._packed_attention if packed else self._plain_attention
+    def choose_attention(self, packed: bool, tokens: int) -> None:
+        """Take the attention implementation for rows of `tokens` tokens, of one document or packed, from now on.
+
+        Packed rows, and rows longer than the window of some layer, need a mask beside causality, which sdpa takes as T x T
+        entries. Other rows have none: sdpa's kernels know causality.
+        """
+        masked = packed or (self._window is not None and tokens >= self._window)
+        implementation = self._masked_attention if masked else self._plain_attention
         if self._base.config._attn_implementation != implementation:
             config: Any = self.structure.model.config
             config._attn_implementation = implementation
