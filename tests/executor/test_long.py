@@ -141,7 +141,7 @@ def test_nothing_of_t_x_t_and_nothing_as_wide_as_the_mlp_exists_for_a_long_row()
 
 def test_a_long_row_of_full_attention_gets_no_mask() -> None:
     """The base model of a tiny width shows, for a row of a real length, what it would hand to its layers."""
-    tokens = 1 << 17
+    tokens = 1 << 15
     structure = take_apart(build(family_of("llama", max_position_embeddings=tokens), seed=0))
     buffers = dict(structure.model.named_buffers())
     with Largest() as seen:

@@ -273,7 +273,7 @@ class ActivationsConfig(Section):
     )
     attention: Literal["auto", "keep", "recompute"] = Field(
         default="auto",
-        description="of layers that are recomputed: keep: what attention gave stays, all else is done again (long rows: attention "
+        description="of recomputed layers: keep: what attention gave stays, all else is done again (in long rows attention "
         "is most of the work); recompute: not even that; auto: as policy says, or the plan",
     )
     mlp: Literal["auto", "keep", "recompute"] = Field(
