@@ -1,7 +1,7 @@
 """One step of a 7B shape on one very long row: seconds, tokens/s, TFLOP/s, peaks, beside the plan. Random weights and tokens.
 
-Use: python benchmarks/long_context.py TOKENS [--layers 28] [--steps 1] [--device-gib 130] [--attention cudnn|flash]
-                                       [--plan-only] [--skip-layer] [--option NAME=VALUE ...]
+Use: python benchmarks/long_context.py TOKENS [--layers 28] [--steps 1] [--host-gib 118] [--device-gib 130]
+            [--attention cudnn|flash] [--machine FILE] [--plan-only] [--skip-layer] [--option NAME=VALUE ...]
 
 The shape is Qwen2.5-7B's: 28 layers, hidden 3584, intermediate 18944, 28 heads of 128 with 4 for keys and values, vocabulary
 152,064, head and embedding apart; fp32 master and moments, bf16 compute, gradients clipped.
@@ -85,12 +85,13 @@ def with_measured_attention(machine: Machine, forced: str | None) -> Machine:
         "attention at 32,768 tokens, forward and backward: "
         + ", ".join(f"{b.name} {r:.0f} TFLOP/s" for b, r in rates.items())
     )
+    torch.cuda.empty_cache()  # the plan asks how much is free
     rate = rates.get(BACKENDS[forced]) if forced else max(rates.values())
     return replace(machine, attention_long_tflops=rate)
 
 
-def planned(shape: ModelShape, machine: Machine, tokens: int, device_gib: float) -> Plan:
-    caps = caps_for(machine, device_gib=device_gib)
+def planned(shape: ModelShape, machine: Machine, tokens: int, host_gib: float, device_gib: float) -> Plan:
+    caps = caps_for(machine, host_gib=host_gib, device_gib=device_gib)
     if torch.cuda.is_available():
         free = available_caps(machine)
         caps = Caps(min(caps.host_bytes, free.host_bytes), min(caps.device_bytes, free.device_bytes))
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--device-gib", type=float, default=130.0, help="for the plan; what is above is room for its errors"
     )
+    parser.add_argument("--host-gib", type=float, default=118.0, help="likewise")
     parser.add_argument("--attention", choices=tuple(BACKENDS), default=None, help="instead of the fastest")
     parser.add_argument("--machine", default=str(MACHINE))
     parser.add_argument("--plan-only", action="store_true")
@@ -223,7 +225,7 @@ def main() -> None:
     folder = folder_of(given.layers)
     shape = shape_of(load_model_config(folder), name="qwen2.5-7b")
     machine = with_measured_attention(load_machine(given.machine), given.attention)
-    made = planned(shape, machine, given.tokens, given.device_gib)
+    made = planned(shape, machine, given.tokens, given.host_gib, given.device_gib)
     say(plan_text(made))
     if given.plan_only:
         return

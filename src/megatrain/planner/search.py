@@ -192,14 +192,14 @@ class Search:
         """The base with as few offloaded inputs as it needs and as many kept activations as fit; None if it does not fit."""
         if not self._fits_host(base):
             return None
+        if base.mlp_chunk_tokens is not None and self.options.policy == "auto" and self.options.segment == 1:
+            return self._attention_kept(base)
         if self.options.offload == "on" or not self._fits(base):
             offloaded = self._offloaded(base)
             return offloaded if offloaded is not None and self._fits_host(offloaded) else None
         if self.options.policy != "auto" or self.options.segment > 1:
             return base
         depth = self.shape.depth
-        if base.mlp_chunk_tokens is not None:
-            return _most(depth, lambda n: _policies(base, attention=n), self._fits)
         if not self.options.compiled:
             return _most(depth, lambda n: _policies(base, keep=n), self._fits)
         filled = _most(depth, lambda n: _policies(base, selective=n), self._fits)
@@ -207,14 +207,30 @@ class Search:
             return filled
         return _most(depth, lambda n: _policies(base, selective=depth - n, keep=n), self._fits)
 
+    def _attention_kept(self, base: Choice) -> Choice | None:
+        """The base with the attention of as many late layers kept as fit, and inputs of others on the host as far as that needs."""
+
+        def with_kept(count: int) -> Choice | None:
+            choice = _policies(base, attention=count)
+            if self.options.offload == "on" or not self._fits(choice):
+                found = self._offloaded(choice)
+                return found if found is not None and self._fits_host(found) else None
+            return choice
+
+        most = bisect.bisect_left(range(1, self.shape.depth + 1), True, key=lambda n: with_kept(n) is None)
+        return with_kept(most)
+
     def _offloaded(self, base: Choice) -> Choice | None:
-        """The base with as many offloaded inputs as the device needs, None if that is not enough; the host is not asked."""
-        depth = self.shape.depth
-        if not self._may_offload or not self._fits(replace(base, offloaded=depth)):
+        """The base with as many offloaded inputs as the device needs, None if that is not enough; the host is not asked.
+
+        Recomputed layers come first; the inputs of others stay, because their autograd graphs hold them.
+        """
+        layers = sum(policy == "recompute" for policy in base.policies)
+        if not self._may_offload or not self._fits(replace(base, offloaded=layers)):
             return None
         if self.options.offload == "on":
-            return replace(base, offloaded=depth)
-        fewest = bisect.bisect_left(range(depth + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
+            return replace(base, offloaded=layers)
+        fewest = bisect.bisect_left(range(layers + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
         return replace(base, offloaded=fewest)
 
 

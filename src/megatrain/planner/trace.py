@@ -72,7 +72,7 @@ class LayerCost:
         attention_saved_bytes: What the `attention` policy keeps: outputs of fused attention, logarithms of its sums.
         attention_input_bytes: Queries, keys and values, whose gradients the attention's backward makes.
         token_wise_bytes: The part of `saved_bytes` inside modules that may be computed in chunks of tokens.
-        token_wise_product_bytes: Of these, results of matrix products: what the `mlp` policy keeps.
+        token_wise_product_bytes: Of these, results of matrix products that a backward reads: what the `mlp` policy keeps.
         token_wise_flops: The part of `product_flops` inside these modules.
         token_wise_parameters: Of these modules, not per token.
     """
@@ -236,6 +236,7 @@ class _Saved:
         self.saved_bytes = self.product_flops = self.attention_flops = 0.0
         self.attention_saved_bytes = self.attention_input_bytes = 0.0
         self.token_wise_bytes = self.token_wise_product_bytes = self.token_wise_flops = 0.0
+        self._products: dict[int, int] = {}  # bytes of the results of token-wise products, by storage
         self.token_wise = False
         """Whether a token-wise module is running."""
 
@@ -250,12 +251,18 @@ class _Saved:
         self.saved_bytes += nbytes
         self.token_wise_bytes += nbytes * self.token_wise
 
+    def leave(self, out: Any) -> None:
+        """A token-wise module gave `out`: if that is a product's result, no backward of the module reads it."""
+        if isinstance(out, torch.Tensor):
+            self.token_wise_product_bytes -= self._products.get(out.untyped_storage()._cdata, 0)
+
     def add_product(self, left: Any, right: Any, out: Any, flops: float) -> None:
         self.add(left, right, out)
         self.product_flops += flops
         if self.token_wise:
             self.token_wise_flops += flops
             self.token_wise_product_bytes += out.untyped_storage().nbytes()
+            self._products[out.untyped_storage()._cdata] = out.untyped_storage().nbytes()
 
 
 class _Attention(TorchFunctionMode):
@@ -357,9 +364,11 @@ def _token_wise_apart(layer: nn.Module, paths: Sequence[str], ledger: _Saved) ->
             ledger.add(hidden)
             ledger.token_wise = True
             try:
-                return type(module).forward(module, hidden)
+                out = type(module).forward(module, hidden)
             finally:
                 ledger.token_wise = False
+            ledger.leave(out)
+            return out
 
         return forward
 
