@@ -31,7 +31,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils import _pytree as pytree
 
-from megatrain.bench import engine_overrides
+from megatrain.bench import QWEN25_7B, engine_overrides
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.executor.engine import HostEngine
 from megatrain.machine.machine import LONG_ROW, Machine, load_machine
@@ -47,18 +47,6 @@ from megatrain.planner.shape import ModelShape, shape_of
 from megatrain.planner.trace import layer_arguments
 
 MACHINE = Path(__file__).parents[1] / "docs/machines/h200.yaml"
-SHAPE = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 1 << 20,
-    "rope_theta": 1e6,
-}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 GIB = 1 << 30
 
@@ -70,7 +58,7 @@ def say(text: str) -> None:
 def folder_of(layers: int) -> Path:
     folder = Path(tempfile.mkdtemp()) / "qwen2.5-7b"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({**QWEN25_7B, "num_hidden_layers": layers}))
     return folder
 
 

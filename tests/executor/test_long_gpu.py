@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from families import BY_NAME, batch, build
+from megatrain.bench import QWEN25_7B
 from megatrain.executor.engine import HostEngine
 from megatrain.machine.machine import load_machine
 from megatrain.models.build import load_model_config
@@ -21,18 +22,7 @@ from reference import gradient_error
 pytestmark = pytest.mark.gpu
 
 MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
-WIDE = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 32768,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 1 << 20,
-}
+WIDE = {**QWEN25_7B, "num_hidden_layers": 3, "vocab_size": 32768}
 """Three layers of Qwen2.5-7B."""
 
 

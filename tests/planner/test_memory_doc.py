@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
+from megatrain.bench import QWEN25_7B
 from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.memory import device_peak, held_bytes, host_lines, working_bytes
 from megatrain.planner.shape import ModelShape, shape_of
@@ -18,13 +19,7 @@ DOC = (Path(__file__).parents[2] / "docs/memory.md").read_text()
 @pytest.fixture(scope="module")
 def shape() -> ModelShape:
     """Qwen2.5-7B, one layer built and counted as 28."""
-    one = shape_of(
-        Qwen2Config(
-            hidden_size=3584, intermediate_size=18944, num_hidden_layers=1, num_attention_heads=28,
-            num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False, max_position_embeddings=1 << 20,
-        ),
-        name="qwen2.5-7b",
-    )  # fmt: skip
+    one = shape_of(Qwen2Config(**{**QWEN25_7B, "num_hidden_layers": 1}), name="qwen2.5-7b")
     return replace(one, layers=one.layers * 28, groups=(0,) * 28)
 
 
