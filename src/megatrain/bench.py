@@ -81,7 +81,8 @@ QWEN25_7B: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 CONFIGS = {"qwen2.5-7b": QWEN25_7B}
-"""Named shapes: these by their whole config.json, those of Qwen3 by what differs. 17b, 18b and 20b are 14b with more layers; tiny is for trying the command out."""
+"""Named shapes: these by their whole config.json, those of Qwen3 by what differs. 17b, 18b and 20b
+are 14b with more layers; tiny is for trying the command out."""
 
 BOUND_TOKENS = 32768
 """Most tokens that a bound computes together."""

@@ -208,7 +208,7 @@ class Search:
         return _most(depth, lambda n: _policies(base, selective=depth - n, keep=n), self._fits)
 
     def _attention_kept(self, base: Choice) -> Choice | None:
-        """The base with the attention of as many late layers kept as fit; inputs of others go to the host as far as that needs."""
+        """The base with the attention of as many late layers kept as fit; inputs of others go to the host where that needs it."""
 
         def with_kept(count: int) -> Choice | None:
             choice = _policies(base, attention=count)
