@@ -56,7 +56,7 @@ def test_the_longest_row_moves_inputs_to_the_host_before_it_gives_up(shape: Shap
 def test_layers_that_are_offloaded_keep_no_attention(shape: Shapes, machine: Machines) -> None:
     """An input that an autograd graph holds cannot leave the device."""
     found = []
-    for host_gib in (124.0, 200.0, 400.0):
+    for host_gib in (135.0, 200.0, 400.0):
         made = plan(shape("qwen3-8b"), replace(machine("h200"), host_gib=host_gib), StepSize(1, 393216))
         kept = [i for i, policy in enumerate(made.choice.policies) if policy == "attention"]
         assert not kept or min(kept) >= made.choice.offloaded

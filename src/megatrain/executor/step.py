@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from megatrain.device.offload import InputStore
@@ -253,16 +254,17 @@ class StepRunner:
         """One layer over all chunks of the window, with autograd; its graphs wait for the backward without weights."""
         flat = self._weights.fetch(call.layer)
         moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
-        spec = None
+        spec, parts = None, []
         for rows in self._chunks:
-            graph, spec = self._graph_of(
+            graph, outputs, spec = self._graph_of(
                 call, flat, rows, variant, moving.left_out() if moving else contextlib.nullcontext()
             )
             graph.moving = moving
             call.graphs.append(graph)
+            parts.append(outputs)
         self._weights.release(call.layer)
         assert spec is not None
-        return self._join_outputs(call.layer, [graph.outputs for graph in call.graphs]), spec
+        return self._join_outputs(call.layer, parts), spec
 
     def _graph_of(
         self,
@@ -271,8 +273,11 @@ class StepRunner:
         rows: slice,
         variant: Variant,
         around: contextlib.AbstractContextManager[Any],
-    ) -> tuple[ChunkGraph, pytree.TreeSpec]:
-        """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights."""
+    ) -> tuple[ChunkGraph, list[Any], pytree.TreeSpec]:
+        """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights.
+
+        Returns the graph, which does not hold the outputs; output leaves; and their structure.
+        """
         unit = self._units[call.layer]
         weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
@@ -282,7 +287,11 @@ class StepRunner:
         with torch.enable_grad(), around:
             outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
         trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        return ChunkGraph(outputs, [leaves[position] for position in call.trained], trained), spec
+        ends = [
+            get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+            for output in outputs
+        ]
+        return ChunkGraph(ends, [leaves[position] for position in call.trained], trained), outputs, spec
 
     # ---------------------------------------------------------------- head
 
@@ -366,10 +375,10 @@ class StepRunner:
             else:
                 kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
-                    graph, _ = self._graph_of(call, flat, rows, "recompute", kept)
+                    graph = self._graph_of(call, flat, rows, "recompute", kept)[0]
             d_outputs = self._output_gradients(call, rows)
-            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if g is not None]
-            found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
+            used = [(end, g) for end, g in zip(graph.ends, d_outputs, strict=True) if end is not None and g is not None]
+            found = _grad([end for end, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
             total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
                 input_parts[position].append(gradient)
@@ -511,11 +520,11 @@ _DONE = ChunkGraph([], [], {})
 
 
 def _grad(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    ends: list[GradientEdge], inputs: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    if not outputs:
+    if not ends:
         return [None] * len(inputs)
-    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    return torch.autograd.grad(ends, inputs, gradients, allow_unused=True)
 
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:

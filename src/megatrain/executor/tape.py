@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from megatrain.executor.saved import MovingWeights
@@ -56,13 +57,14 @@ class ChunkGraph:
     """A layer's computation on one chunk, with autograd.
 
     Attributes:
-        outputs: Output leaves of the layer.
+        ends: Where the gradients of the output leaves enter the graph, None for an output that has none. Not the outputs
+            themselves, whose memory may be needed before the backward.
         inputs: The argument leaves that need a gradient, in the order of `LayerCall.trained`.
         weights: The parameters that need a gradient, by layout name.
         moving: Where the weights are, if the graph must find them at another address than where it was made.
     """
 
-    outputs: list[Any]
+    ends: list[GradientEdge | None]
     inputs: list[torch.Tensor]
     weights: dict[str, torch.Tensor]
     moving: MovingWeights | None = None
