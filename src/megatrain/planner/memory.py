@@ -14,11 +14,12 @@ fused attention gave and the logarithms of its sums, `mlp` the results of the pr
 
 [Note: one layer of a long row]
 With the MLP in chunks of tokens, nothing of it is there at once but one chunk. The worst moment is then the attention's own
-backward. Beside the gradients of the layer's input and output there are the gradient behind the attention, that of what attention gave, and the normed input; two more, because the compiler computes the gradients of both norms' weights
-together, at the end; what attention gave; queries, keys and values, their gradients, and the kernel's fp32 sum of the queries'
-gradients. The other candidate is the MLP's backward: normed input, its gradient, the
-residual, what attention gave, and one chunk: everything that the MLP saves, as much again of gradients, and the fp32 sums of its
-weights' gradients beside their bf16 parts.
+backward. Beside the gradients of the layer's input and output there are, each as large as hidden states: the gradient behind the
+attention, that of what attention gave, the normed input, and two more because the compiler computes the gradients of both norms'
+weights together, at the end. Then what attention gave; queries, keys and values, their gradients, and the kernel's fp32 sum of
+the queries' gradients. The other candidate is the MLP's backward: normed input, its gradient, the residual, what attention gave,
+and one chunk: everything that the MLP saves, as much again of gradients, and the fp32 sums of its weights' gradients beside their
+bf16 parts.
 
 [Note: the device's worst moment]
 All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
