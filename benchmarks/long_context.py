@@ -18,6 +18,7 @@ import argparse
 import functools
 import gc
 import json
+import os
 import resource
 import tempfile
 import threading
@@ -210,6 +211,8 @@ def main() -> None:
     parser.add_argument("--skip-layer", action="store_true", help="do not run a layer alone first")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of HostEngine instead of the plan's")
     given = parser.parse_args()
+    # before the first use of the device: tensors of many sizes, each a hundredth of its memory, leave no gaps between them
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     folder = folder_of(given.layers)
     shape = shape_of(load_model_config(folder), name="qwen2.5-7b")
     machine = with_measured_attention(load_machine(given.machine), given.attention)
