@@ -146,6 +146,37 @@ def test_any_placement_reads_any_others(tmp_path: Path) -> None:
                 assert torch.equal(master, wanted[name]), name
 
 
+def test_resident_units_are_copied_before_anybody_asks(tmp_path: Path, writer_behind: None) -> None:
+    """The writer is held until an update asks for its unit: what is copied until then was copied ahead."""
+    with engine_of(resident="all", kept="all") as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        save._ahead.join(30)
+        assert set(save._states.values()) == {UnitState.COPIED}
+        assert save.progress().copied_bytes == engine.store.resident_bytes
+        train(engine, data(2))
+        save.result()
+
+
+def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer_behind: None
+) -> None:
+    def no_memory(plane: torch.Tensor) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with engine_of(resident="all", kept="all") as engine:
+        train(engine, data(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "_mapped_like", no_memory)
+            save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+            save._ahead.join(30)
+        train(engine, data(2))
+        with pytest.raises(OSError, match="no memory"):
+            save.result(30)
+        assert not (tmp_path / "one").exists()
+        engine.save(tmp_path / "two")
+
+
 def test_copies_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer_behind: None, slow_disk: Callable[[float], None]
 ) -> None:

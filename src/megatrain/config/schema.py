@@ -346,7 +346,7 @@ class CheckpointConfig(Section):
     buffer_gib: GiB = Field(
         default="auto",
         description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
-        "less on a slow disk; auto: two layers",
+        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least",
     )
     on_error: Literal["warn", "stop"] = Field(
         default="stop",

@@ -406,7 +406,8 @@ class HostEngine:
                 [Note: a unit while a save runs] in checkpoint/background.py. A second save waits for the first.
             weights_only: bf16 weights without training state, 2 bytes a parameter.
             on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
-            buffer_bytes: Most memory for copies of units whose update comes before their turn; by default two large units.
+            buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
+                need, within half of the host memory that is free at this moment, and never less than two large units.
             then: Called, in the writer's thread, when the checkpoint is whole and was read back.
 
         Returns:
@@ -431,6 +432,7 @@ class HostEngine:
             Path(directory),
             state,
             self._optimizer.pending(),
+            wait=wait,
             weights_only=weights_only,
             on_error=on_error,
             buffer_bytes=buffer_bytes,
