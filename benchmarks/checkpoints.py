@@ -44,19 +44,17 @@ def disk_rate(folder: Path, size: int = 8 * GIB, piece: int = 64 << 20) -> float
 
 
 def engine_of(shape: str, rows: int, tokens: int, machine_file: str, init: str | None) -> HostEngine:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = _folder_of(shape, Path(scratch))
-        machine = load_machine(machine_file)
-        model = shape_of_structure(_structure(folder, torch.bfloat16), shape)
-        made = plan(
-            model, machine, StepSize(rows, tokens), _caps(machine, None, None, here=False), Options(), steps=None
-        )
-        print(plan_text(made), flush=True)
-        return HostEngine(folder, optim=AdamW(max_grad_norm=1.0), init=init, verify="never", **engine_options(made))
+    source = Path(tempfile.mkdtemp())  # a save copies what lies beside the weights from here
+    folder = _folder_of(shape, source)
+    machine = load_machine(machine_file)
+    model = shape_of_structure(_structure(folder, torch.bfloat16), shape)
+    made = plan(model, machine, StepSize(rows, tokens), _caps(machine, None, None, here=False), Options(), steps=None)
+    print(plan_text(made), flush=True)
+    return HostEngine(folder, optim=AdamW(max_grad_norm=1.0), init=init, verify="never", **engine_options(made))
 
 
 def step_of(engine: HostEngine, rows: int, tokens: int, number: int) -> float:
-    ids = torch.randint(0, 151936, (rows, tokens), generator=torch.Generator().manual_seed(number))
+    ids = torch.randint(0, 512, (rows, tokens), generator=torch.Generator().manual_seed(number))
     started = time.perf_counter()
     engine.train_step({"input_ids": ids, "labels": ids.clone()})
     return time.perf_counter() - started

@@ -65,9 +65,8 @@ def table(found: list[tuple[str, float, float]], lines: int = 34) -> None:
             gaps.append(start - last)
         busy += max(0.0, end - max(start, last))
         last = max(last, end)
-    print(
-        f"busy {busy / 1e3:.1f} ms of {(last - spans[0][0]) / 1e3:.1f}; {len(gaps)} gaps, the longest {[round(g) for g in sorted(gaps)[-6:]]} us"
-    )
+    longest = [round(gap) for gap in sorted(gaps)[-6:]]
+    print(f"busy {busy / 1e3:.1f} of {(last - spans[0][0]) / 1e3:.1f} ms; {len(gaps)} gaps, the longest {longest} us")
 
 
 def main(shape: str, rows: int, tokens: int, machine_file: str | None, words: list[str]) -> None:
