@@ -9,9 +9,10 @@ it names:
     WRITING   the writer reads the planes; an update waits
     DONE      on its way to the disk, or the save has ended: updates go on
 An update that finds its unit PENDING and no room for a copy waits: for room, or for the writer. The writer takes copies first,
-because each frees room. A unit that lives on the device is always copied before it is written. A thread of its own does that
-ahead, in the order in which the next updates will come, while the next forward and backward only read the planes and the link
-to the host has room; what it has not reached, the writer copies, or the thread that launches the unit's next update.
+because each frees room. A thread of its own copies ahead, as far as there is room: units on the device first, then the others,
+in the order in which the next updates will come. The next forward and backward only read the planes meanwhile, and the link to
+the host has room. A unit on the device is always copied before it is written: where that thread has not reached it, the writer
+does it, or the thread that launches the unit's next update.
 
 Nothing waits in a circle: the writer waits only for updates of step n, which were all submitted before the save began, and
 updates wait only for the writer.
@@ -268,30 +269,38 @@ class RunningSave:
     # ---------------------------------------------------------------- copying ahead
 
     def _copy_ahead(self) -> None:
-        """Copy resident units while nobody has asked for them, as far as there is room. Ends when none is left."""
+        """Copy units while nobody has asked for them, as far as there is room. Ends when none is left."""
         while (unit := self._next_to_copy()) is not None:
             try:
-                copy = self._copy_of(self._store.units[unit])
+                update = self._updates.get(unit)
+                if update is not None:
+                    update.result()
+                planes = self._store.units[unit]
+                if planes.resident:
+                    self._copy_ended(unit, self._copy_of(planes))
+                else:
+                    self._copy_piece(unit, 0, planes.layout.numel)
+                    self._copy_ended(unit)
             except BaseException as error:  # noqa: BLE001  the save ends with it
                 with self._changed:
                     self._ahead_error, self._cancelled = error, True
                     self._states[unit] = UnitState.DONE  # not to be written any more: its update goes on
                     self._changed.notify_all()
                 return
-            self._copy_ended(unit, copy)
 
     def _next_to_copy(self) -> str | None:
-        """Claim the first resident unit that nobody has touched, when there is room for it. None when there is none left."""
+        """Claim the first unit that nobody has touched, when there is room for it. None when there is none left."""
         with self._changed:
-            while True:
-                pending = (n for n, s in self._states.items() if s is UnitState.PENDING and self._store.units[n].resident)
-                name = next(pending, None)
-                if name is None or self._cancelled:
+            while not self._cancelled:
+                pending = [name for name, state in self._states.items() if state is UnitState.PENDING]
+                if not pending:
                     return None
+                name = next((n for n in pending if self._store.units[n].resident), pending[0])
                 if self._may_pass(name):
                     self._begin_copy(name)
                     return name
                 self._changed.wait()
+            return None
 
     # ---------------------------------------------------------------- the writer's side
 
@@ -370,11 +379,11 @@ class RunningSave:
             self._changed.notify_all()
 
 
-def default_buffer_bytes(store: HostStore, spare: bool) -> int:
-    """Room for copies where nothing is asked for: two units of the largest kind. With `spare`, up to all of the state, as far
-    as half of the host memory that nobody uses now goes."""
+def default_buffer_bytes(store: HostStore) -> int:
+    """Room for copies where nothing is asked for: all of the state, as far as half of the host memory that nobody uses now
+    goes, and two units of the largest kind at least."""
     sizes = [_state_bytes(planes) for planes in store.units.values()]
-    return max(2 * max(sizes), min(sum(sizes), available_host_bytes() // 2) if spare else 0)
+    return max(2 * max(sizes), min(sum(sizes), available_host_bytes() // 2))
 
 
 def explain(error: BaseException) -> UserError:

@@ -92,11 +92,12 @@ class CheckpointDesk:
             weights_only=weights_only,
             model=twin.model,
         )
-        limit = default_buffer_bytes(self._store, spare=not wait) if buffer_bytes is None else buffer_bytes
+        if buffer_bytes is None:  # with nobody training, one unit's copy at a time is as fast
+            buffer_bytes = 0 if wait else default_buffer_bytes(self._store)
         self._on_error = on_error
         if self._reader is None:
             self._reader = HostReader(self._device if self._store.resident_bytes else torch.device("cpu"))
-        self.saving = RunningSave(plan, self._store, updates, limit, then, self._reader)
+        self.saving = RunningSave(plan, self._store, updates, buffer_bytes, then, self._reader)
         return self.saving
 
     def look_at_save(self) -> None:
