@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.errors import UserError
 from megatrain.executor.engine import HostEngine
+from megatrain.executor.gate import token_wise
 from megatrain.loss import cross_entropy_sum
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import device_seconds, probe, sustained_seconds
@@ -67,7 +68,22 @@ QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, tied
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
     "tiny": (64, 128, 4, 4, 2, False),
 }
-"""Named shapes. 17b, 18b and 20b are 14b with more layers; tiny is for trying the command out."""
+QWEN25_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1 << 20,
+    "rope_theta": 1e6,
+}
+CONFIGS = {"qwen2.5-7b": QWEN25_7B}
+"""Named shapes: these by their whole config.json, those of Qwen3 by what differs. 17b, 18b and 20b
+are 14b with more layers; tiny is for trying the command out."""
 
 BOUND_TOKENS = 32768
 """Most tokens that a bound computes together."""
@@ -131,7 +147,7 @@ def bench(
     """Run steps and measure them. Says what it finds as it goes.
 
     Args:
-        shape: A name of `QWEN3`, or a model folder (its config is used, its weights are not).
+        shape: A name of `QWEN3` or `CONFIGS`, or a model folder (its config is used, its weights are not).
         rows, tokens: Of a step: rows of so many tokens.
         steps, warmup: Steps that count, and steps before them.
         device: As for the engine.
@@ -149,7 +165,7 @@ def bench(
         folder = _folder_of(shape, Path(scratch))
         on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         structure = _structure(folder, torch.bfloat16)
-        model = shape_of_structure(structure, shape)
+        model = shape_of_structure(structure, shape, token_wise(structure.model.config))  # type: ignore[arg-type]
         machine = load_machine(machine_file) if machine_file else probe(device)
         made = None
         if machine.device_gib > 0:
@@ -171,9 +187,14 @@ def bench(
 
 def _folder_of(shape: str, scratch: Path) -> Path:
     """A folder with the shape's config.json."""
+    if shape.lower() in CONFIGS:
+        (scratch / "config.json").write_text(json.dumps(CONFIGS[shape.lower()]))
+        return scratch
     if shape.lower() not in QWEN3:
         if not Path(shape).exists():
-            raise UserError(f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join(QWEN3)}")
+            raise UserError(
+                f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join([*QWEN3, *CONFIGS])}"
+            )
         return find_model_folder(shape)
     hidden, intermediate, layers, heads, kv_heads, tied = QWEN3[shape.lower()]
     config = {

@@ -193,7 +193,7 @@ def check_mesh(run: RunConfig) -> Layout:
     sections = [
         ("memory", run.memory, MemoryConfig(), tuple(MemoryConfig.model_fields)),
         ("batch", run.batch, BatchConfig(tokens_per_step=run.batch.tokens_per_step), ("chunk_rows", "windows")),
-        ("activations", run.activations, ActivationsConfig(), ("segment",)),
+        ("activations", run.activations, ActivationsConfig(), ("segment", "attention", "mlp", "mlp_chunk_tokens")),
         ("precision", run.precision, PrecisionConfig(), ("grad_transport",)),
         ("run", run.run, RunSection(dir=run.run.dir), ("threads",)),
     ]

@@ -271,6 +271,20 @@ class ActivationsConfig(Section):
         "recompute: each layer's input, the rest is computed again; auto: per layer, as the plan finds it fastest "
         "(on the CPU recompute)",
     )
+    attention: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="of recomputed layers: keep: what attention gave stays, all else is done again (in long rows attention "
+        "is most of the work); recompute: not even that; auto: as policy says, or the plan",
+    )
+    mlp: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="likewise for the products of the MLP's matrices; keep with attention: keep is policy: keep",
+    )
+    mlp_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="compute MLPs in chunks of so many tokens, where they compute each token by itself [tokens]; null: as the "
+        "plan finds it needed",
+    )
     compile: Literal["auto", "off"] = Field(
         default="auto", description="auto: layers are compiled on a GPU; a family that cannot be compiled runs eager"
     )
@@ -282,6 +296,28 @@ class ActivationsConfig(Section):
         default=None,
         description="keep only every K-th layer's input, at the price of one more forward; null: every layer's",
     )
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> ActivationsConfig:
+        parts = [name for name in ("attention", "mlp") if getattr(self, name) != "auto"]
+        if parts and self.policy in ("keep", "selective"):
+            raise ValueError(f"policy: {self.policy} decides for whole layers: leave {' and '.join(parts)} at auto")
+        kept = [name for name in parts if getattr(self, name) == "keep"]
+        if kept and self.segment is not None:
+            raise ValueError(f"segment drops all but inputs: leave {' and '.join(kept)} at auto, or segment at null")
+        return self
+
+    @property
+    def layer_policy(self) -> Literal["auto", "keep", "selective", "attention", "mlp", "recompute"]:
+        """What `policy`, `attention` and `mlp` come to for a layer."""
+        parts = (self.attention, self.mlp)
+        if parts == ("keep", "keep"):
+            return "keep"
+        if "keep" in parts:
+            return "attention" if self.attention == "keep" else "mlp"
+        if "recompute" in parts or (self.segment is not None and self.policy == "auto"):
+            return "recompute"
+        return self.policy
 
 
 class PrecisionConfig(Section):

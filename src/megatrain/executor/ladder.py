@@ -37,7 +37,7 @@ class Denser:
     def applied_to(self, shape: StepShape) -> StepShape:
         """The planned cut of a step, made denser."""
         if self.recompute:
-            shape = replace(shape, kept=frozenset(), selective=frozenset())
+            shape = replace(shape, kept=frozenset(), selective=frozenset(), attention=frozenset(), mlp=frozenset())
         if self.chunk_rows is not None:
             shape = replace(shape, chunk_rows=min(shape.chunk_rows, self.chunk_rows))
         if self.head_tokens is not None:
@@ -54,7 +54,7 @@ class Denser:
         Returns:
             (what to go on with, the change in the words of the config), None at the end of the ladder.
         """
-        if shape.kept or shape.selective:
+        if shape.variants():
             return replace(self, recompute=True), "activations.policy: recompute"
         if min(shape.chunk_rows, rows) > 1:
             fewer = min(shape.chunk_rows, rows) // 2

@@ -30,7 +30,7 @@ from megatrain.executor.weights import WeightStream
 from megatrain.loss import IGNORED, Targets, cross_entropy_sum, find_targets
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
-from megatrain.models.templates import Variant
+from megatrain.models.templates import PARTS, Kept, Variant
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -48,7 +48,9 @@ class StepShape:
         head_tokens: Target tokens whose logits exist at the same time.
         segment: 1 keeps every layer's input, K keeps every K-th and computes a layer a third time.
         kept: Layers whose activations are kept.
-        selective: Layers whose activations are kept in part. All others are recomputed from their input.
+        selective: Layers whose activations are kept in part.
+        attention: Layers that keep what their attention gave, and recompute all else.
+        mlp: Layers that keep the products of their MLP's matrices, and recompute all else. All others are recomputed.
     """
 
     windows: int
@@ -57,6 +59,15 @@ class StepShape:
     segment: int
     kept: frozenset[int] = frozenset()
     selective: frozenset[int] = frozenset()
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    def variants(self) -> dict[int, Variant]:
+        """Variant of each layer that is not recomputed from its input alone."""
+        sets: dict[Variant, frozenset[int]] = {
+            "attention": self.attention, "mlp": self.mlp, "selective": self.selective, "keep": self.kept
+        }  # fmt: skip
+        return {layer: variant for variant, layers in sets.items() for layer in layers}
 
 
 @dataclass
@@ -124,7 +135,7 @@ class StepRunner:
         windows = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.windows))
         chunk_rows = min(shape.chunk_rows, max(rows.stop - rows.start for rows in windows))
         self._learn_row_axes(inputs, chunk_rows)
-        self._variants = {**dict.fromkeys(shape.selective, "selective"), **dict.fromkeys(shape.kept, "keep")}
+        self._variants = shape.variants()
         self._weights.follow(training_visits(len(self._units), shape.segment, len(windows)))
         self._gradients.begin_step()
         self.marks = []
@@ -192,10 +203,13 @@ class StepRunner:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
-        if call is not None and index in self._variants:
+        if call is not None and self._keeps_graph(index):
             outputs, spec = self._forward_kept(call, self._variants[index])
         else:
-            outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None)
+            if call is not None and index in self._variants:  # see [Note: one part kept]
+                stays = self.shell.kept_operations(index, self._variants[index])
+                call.kept = [Kept(stays) for _ in self._chunks]
+            outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
         if self._probe is not None:
             self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
         if call is not None:
@@ -206,8 +220,17 @@ class StepRunner:
             self._weights.edge_weights(1)  # behind the last layer: the head's own update ran as long as it could
         return pytree.tree_unflatten(outputs, spec)
 
+    def _keeps_graph(self, layer: int) -> bool:
+        """Whether the layer's autograd graph waits for the backward."""
+        variant = self._variants.get(layer)
+        return variant is not None and (variant not in PARTS or self.shell.compiled(layer))
+
     def _forward_layer(
-        self, index: int, arguments: Arguments, random_states: list[randomness.RandomState] | None
+        self,
+        index: int,
+        arguments: Arguments,
+        random_states: list[randomness.RandomState] | None,
+        call: LayerCall | None = None,
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """One layer over all chunks of the window, without autograd. Returns output leaves and their structure."""
         unit = self._units[index]
@@ -215,11 +238,12 @@ class StepRunner:
         parts: list[list[Any]] = []
         spec = None
         with torch.no_grad():
-            for rows in self._chunks:
+            for number, rows in enumerate(self._chunks):
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
                 args, kwargs = arguments.unflatten(self._cut_inputs(index, arguments.leaves, rows))
-                leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, "forward", weights, args, kwargs))
+                with call.kept[number].written() if call is not None and call.kept else contextlib.nullcontext():
+                    leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, "forward", weights, args, kwargs))
                 parts.append(leaves)
         self._weights.release(index)
         assert spec is not None
@@ -231,26 +255,34 @@ class StepRunner:
         moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
         spec = None
         for rows in self._chunks:
-            graph, spec = self._graph_of(call, flat, rows, variant, moving)
+            graph, spec = self._graph_of(
+                call, flat, rows, variant, moving.left_out() if moving else contextlib.nullcontext()
+            )
+            graph.moving = moving
             call.graphs.append(graph)
         self._weights.release(call.layer)
         assert spec is not None
         return self._join_outputs(call.layer, [graph.outputs for graph in call.graphs]), spec
 
     def _graph_of(
-        self, call: LayerCall, flat: torch.Tensor, rows: slice, variant: Variant, moving: MovingWeights | None
+        self,
+        call: LayerCall,
+        flat: torch.Tensor,
+        rows: slice,
+        variant: Variant,
+        around: contextlib.AbstractContextManager[Any],
     ) -> tuple[ChunkGraph, pytree.TreeSpec]:
-        """Compute one layer on one chunk with autograd, with leaves of its own for inputs and weights."""
+        """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights."""
         unit = self._units[call.layer]
         weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
         for position in call.trained:
             leaves[position] = leaves[position].detach().requires_grad_()
         args, kwargs = call.arguments.unflatten(leaves)
-        with torch.enable_grad(), moving.left_out() if moving else contextlib.nullcontext():
+        with torch.enable_grad(), around:
             outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
         trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        return ChunkGraph(outputs, [leaves[position] for position in call.trained], trained, moving), spec
+        return ChunkGraph(outputs, [leaves[position] for position in call.trained], trained), spec
 
     # ---------------------------------------------------------------- head
 
@@ -332,8 +364,9 @@ class StepRunner:
                 if graph.moving is not None:
                     graph.moving.now = flat
             else:
+                kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
-                    graph, _ = self._graph_of(call, flat, rows, "recompute", None)
+                    graph, _ = self._graph_of(call, flat, rows, "recompute", kept)
             d_outputs = self._output_gradients(call, rows)
             used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if g is not None]
             found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
@@ -344,7 +377,7 @@ class StepRunner:
         self._weights.release(call.layer)
         self._gradients.send_layer(total)
         tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
-        call.arguments.leaves, call.output_gradients, call.random_states, call.graphs = [], [], [], []
+        call.forget()
 
     def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Autograd leaves over a layer's weights where they are now. Made once for each place, since a place is a slot or a
@@ -359,7 +392,7 @@ class StepRunner:
 
     def _offload(self, call: LayerCall) -> None:
         """Send a recomputed layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
-        if call.layer not in self._inputs.layers or call.layer in self._variants:
+        if call.layer not in self._inputs.layers or call.graphs:
             return
         for position in call.sources:
             self._inputs.put(call.layer, call.arguments.leaves[position])
@@ -449,7 +482,7 @@ class StepRunner:
 
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
-        self.shell.choose_attention(packed=batch.get("position_ids") is not None)
+        self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
         return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
 
     def _bind_edges(self, requires_grad: bool) -> Edges:

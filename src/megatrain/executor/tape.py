@@ -24,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.executor.saved import MovingWeights
+from megatrain.models.templates import Kept
 
 
 @dataclass
@@ -78,6 +79,7 @@ class LayerCall:
         sources: For argument positions that are outputs of earlier calls.
         random_states: State of the random generators before each chunk, replayed in the recompute.
         graphs: Each chunk's autograd graph, where the layer's activations are kept; then nothing is computed again.
+        kept: What each chunk keeps of one part of an eager layer, for its recompute.
         output_gradients: Gradient of each output so far, None where nobody has sent one (yet).
     """
 
@@ -87,7 +89,13 @@ class LayerCall:
     sources: dict[int, Source]
     random_states: list[Any] = field(default_factory=list)
     graphs: list[ChunkGraph] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     output_gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """The call's backward is done: let go of all that it held."""
+        self.arguments.leaves, self.output_gradients, self.random_states = [], [], []
+        self.graphs, self.kept = [], []
 
     def receive(self, output: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of one of the call's outputs."""

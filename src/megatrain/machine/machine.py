@@ -18,6 +18,10 @@ from ruamel.yaml.error import YAMLError
 
 from megatrain.errors import UserError
 
+OPTIONAL = ("adamw_streaming_gparams", "attention_long_tflops", "device_node", "pin_limit_gib")
+SHORT_ROW, LONG_ROW = 1024, 32768
+"""Tokens of the rows in which attention is measured."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -37,6 +41,7 @@ class Machine:
         matrix_tflops: bf16 matrix products of a layer's sizes on the GPU, fp32 accumulation.
         device_bandwidth_gbps: Of the GPU's memory, read and written bytes together.
         attention_tflops: Fastest backend, causal forward and backward together, at 1,024 tokens.
+        attention_long_tflops: The same at 32,768 tokens; None where it was not measured.
         attention_ms: Milliseconds by backend, for 16,384 tokens of 32 heads.
         disk_write_gbps, disk_read_gbps: Of the place where runs are written; 0 where it was not measured.
         numa_nodes: Memory nodes of the host.
@@ -60,6 +65,7 @@ class Machine:
     matrix_tflops: float = 100.0
     device_bandwidth_gbps: float = 800.0
     attention_tflops: float = 60.0
+    attention_long_tflops: float | None = None
     attention_ms: Mapping[str, float] = field(default_factory=dict)
     disk_write_gbps: float = 0.0
     disk_read_gbps: float = 0.0
@@ -74,6 +80,15 @@ class Machine:
         """AdamW threads that are worth having: the fewest within 3% of the best measured rate."""
         best = max(self.adamw_gparams.values())
         return min(count for count, rate in self.adamw_gparams.items() if rate >= 0.97 * best)
+
+    def attention_rate(self, tokens: int) -> float:
+        """FLOPs a second of causal attention in rows of `tokens` tokens: seconds per FLOP are a line in 1 / tokens through the
+        two measured lengths."""
+        short, long = self.attention_tflops, self.attention_long_tflops
+        if long is None:
+            return short * 1e12
+        slope = (1 / short - 1 / long) / (1 / SHORT_ROW - 1 / LONG_ROW)
+        return 1e12 / (1 / long + slope * (1 / max(tokens, SHORT_ROW) - 1 / LONG_ROW))
 
     def adamw_rate(self, threads: int | None = None) -> float:
         """Parameters a second of AdamW on the host while weights stream; `threads` None means the best."""
@@ -136,7 +151,7 @@ def _problems_of(name: str, value: Any) -> list[str]:
         if name == "adamw_gparams" and (not value or not all(str(count).isdigit() for count in value)):
             return [f"{name} should map numbers of threads to rates, found {value!r}"]
         return []
-    optional = value is None and name in ("adamw_streaming_gparams", "device_node", "pin_limit_gib")
+    optional = value is None and name in OPTIONAL
     if not optional and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
         return [f"{name} should be a number, found {value!r}"]
     return []

@@ -83,15 +83,22 @@ class LayerSeconds:
 
 
 def layer_seconds(
-    shape: ModelShape, machine: Machine, step: StepSize, options: Options, cut: Cut, layer: int, policy: Policy
+    shape: ModelShape,
+    machine: Machine,
+    step: StepSize,
+    options: Options,
+    cut: Cut,
+    layer: int,
+    policy: Policy,
+    in_chunks: bool = False,
 ) -> LayerSeconds:
-    """See [Note: the rates]."""
+    """See [Note: the rates]. `in_chunks`: the MLP's backward computes each chunk of tokens again, whatever was before."""
     cost, tokens = shape.cost(layer), cut.window_tokens
     slow = (1.0 if options.compiled else EAGER_TIME) * (FP32_TIME if options.compute == "fp32" else 1.0)
     rate = machine.matrix_tflops * 1e12 * cut.chunk_tokens / (cut.chunk_tokens + SHORT_CHUNK_TOKENS) / slow
     products = cost.product_flops.at(step.tokens) * tokens / rate
     # of a forward and backward of 3.5 forwards' worth of work, 1 is the forward and 2.5 the backward
-    attention = cost.attention_flops.at(step.tokens) * tokens / (machine.attention_tflops * 1e12) * slow
+    attention = cost.attention_flops.at(step.tokens) * tokens / machine.attention_rate(step.tokens) * slow
     saved = cost.saved_bytes.at(step.tokens) * tokens * options.compute_bytes / 2
     traffic = saved / (machine.device_bandwidth_gbps * 1e9) * (1.0 if options.compiled else EAGER_TIME)
     plain = products / FORWARD_FRACTION + attention + PLAIN_TRAFFIC * traffic
@@ -99,13 +106,18 @@ def layer_seconds(
     backward = 2 * products / BACKWARD_FRACTION + 2.5 * attention + BACKWARD_TRAFFIC * traffic
     sums = cut.chunks * shape.layers[layer] * (10 if cut.chunks > 1 else 6) / (machine.device_bandwidth_gbps * 1e9)
     backward += sums
+    token_wise = cost.token_wise_flops.at(step.tokens) * tokens / rate / FORWARD_FRACTION
     if policy == "recompute":
-        backward += saving
+        backward += saving + (token_wise if in_chunks else 0.0)
+    elif policy == "attention":
+        backward += saving - attention
+    elif policy == "mlp":
+        backward += saving - token_wise
     elif policy == "selective":
         backward += REBUILD_TRAFFIC * traffic * (1.0 - KEPT_SHARE[policy])
     least = LAUNCH_S * cut.chunks
-    forward = plain if policy == "recompute" else saving
-    return LayerSeconds(max(forward, least), max(backward, least * (2 if policy == "recompute" else 1)))
+    again = policy in ("recompute", "attention", "mlp")
+    return LayerSeconds(max(plain if again else saving, least), max(backward, least * (2 if again else 1)))
 
 
 def head_seconds(shape: ModelShape, machine: Machine, options: Options, cut: Cut) -> float:
@@ -131,7 +143,9 @@ class _Pipeline:
         self.shape, self.machine, self.options, self.choice = shape, machine, options, choice
         self.cut = cut = Cut.of(step, choice)
         kinds = {
-            (shape.groups[i], policy): layer_seconds(shape, machine, step, options, cut, i, policy)
+            (shape.groups[i], policy): layer_seconds(
+                shape, machine, step, options, cut, i, policy, choice.mlp_chunk_tokens is not None
+            )
             for i, policy in enumerate(choice.policies)
         }
         self.layers = [kinds[shape.groups[i], policy] for i, policy in enumerate(choice.policies)]
