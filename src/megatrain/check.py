@@ -252,6 +252,7 @@ def make_engine(
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
+        instruments=for_training and run.metrics.instruments,
         verify="never",  # `prepare` has verified the family
         **(planned_options(run) if for_training else planned),
     )
