@@ -47,8 +47,6 @@ from megatrain.stop import StopSignals
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.data.loader import StepLoader
-
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +281,7 @@ class Loop:
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
         reserve = HostWatermark(int(config.memory.host_reserve_gib * 2**30), self._host_memory_is_low)
-        with _Prefetcher(self.loader, first, end) as batches, reserve:
+        with Prefetcher(self.loader, first, end) as batches, reserve:
             while self.step < self.total_steps and not self._asked_to_stop():
                 record = self._train_one(batches, self.step + 1)
                 self.step += 1
@@ -319,7 +317,7 @@ class Loop:
             self.stop.request(f"the file {self.folder.path / 'stop'}")
         return bool(self.stop)
 
-    def _train_one(self, batches: _Prefetcher, step: int) -> StepRecord:
+    def _train_one(self, batches: Prefetcher, step: int) -> StepRecord:
         """One optimizer step; see [Note: what a step number means]."""
         start = time.perf_counter()
         batch, row_numbers = batches.next()
@@ -503,18 +501,25 @@ class NoOutput:
         pass
 
 
-class _Prefetcher:
+class Batches(Protocol):
+    """What the prefetcher needs of a `StepLoader`."""
+
+    def batch(self, step: int, /) -> dict[str, torch.Tensor]: ...
+    def rows_of(self, step: int, /) -> Any: ...
+
+
+class Prefetcher:
     """Batches in the order of the steps, each made by a thread while the step before it is computed.
 
     An error of the thread is raised by the `next` that would have returned its batch.
     """
 
-    def __init__(self, loader: StepLoader, first: int, end: int):
+    def __init__(self, loader: Batches, first: int, end: int):
         self._loader, self._position, self._end = loader, first, end
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: Future[tuple[dict[str, torch.Tensor], list[int]]] | None = None
 
-    def __enter__(self) -> _Prefetcher:
+    def __enter__(self) -> Prefetcher:
         self._start()
         return self
 

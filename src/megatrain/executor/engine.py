@@ -54,6 +54,7 @@ from megatrain.executor.weights import UpdateGate
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
 from megatrain.metrics.pipeline import PipelineRecord
+from megatrain.metrics.spans import Span
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
@@ -287,6 +288,16 @@ class HostEngine:
             return EvalResult(0.0, 0)
         loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item(), training=False)
         return EvalResult(loss_sum, tokens)
+
+    def begin_trace(self) -> None:
+        """Record visits of layers, too, until `end_trace`, which needs `instruments`."""
+        self.instruments.begin_trace()
+
+    def end_trace(self) -> list[Span]:
+        """Everything recorded since `begin_trace`; waits for the updates of the latest step."""
+        self._optimizer.wait_all()
+        self._streams.synchronize()
+        return self.instruments.end_trace()
 
     def interrupt(self, error: BaseException) -> bool:
         """From another thread: let the step in progress, or the next one, end with `error`; the state stays as before that step.

@@ -34,16 +34,18 @@ class Instruments:
         self._spans.on = on
         self._meter = GpuMeter(streams.device)
         self._total = torch.cuda.get_device_properties(streams.device).total_memory if streams.cuda else None
-        self.traced: list[Span] = []
-        """All spans since tracing was switched on."""
+        self._traced: list[Span] = []
 
-    @property
-    def tracing(self) -> bool:
-        return self._spans.tracing
+    def begin_trace(self) -> None:
+        """From now on visits are recorded, and all spans are kept."""
+        self._spans.tracing = True
+        self._traced = []
 
-    @tracing.setter
-    def tracing(self, tracing: bool) -> None:
-        self._spans.tracing = tracing
+    def end_trace(self) -> list[Span]:
+        """All spans since `begin_trace`. The device must be idle."""
+        self._spans.tracing = False
+        spans, self._traced = [*self._traced, *self._spans.take()], []
+        return spans
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -61,7 +63,7 @@ class Instruments:
             return None
         spans = self._spans.take()
         if self._spans.tracing:
-            self.traced += spans
+            self._traced += spans
         used_share, used_bytes = self._meter.read()
         return replace(
             pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
@@ -75,10 +77,6 @@ class Instruments:
             policy=policy,
             ladder=ladder,
         )
-
-    def rest(self) -> list[Span]:
-        """Spans that have ended since the latest record. The device must be idle."""
-        return self._spans.take()
 
     def _adamw_bytes(self) -> int:
         """Of host memory, for one parameter: its planes are read and written, its gradient is read."""
