@@ -98,12 +98,14 @@ def take_steps(
     checkpoint: Path | None,
     say: Callable[[str], None],
 ) -> list[Span]:
-    """Run steps, the last `steps` of them traced; returns all spans, the updates behind the last step included."""
+    """Run steps, the last `steps` of them traced; returns their spans, the updates behind the last step included."""
     saving: list[Span] = []
+    begin_s = 0.0
     with Prefetcher(batches, 0, warmup + steps) as ahead:
         for number in range(warmup + steps):
             if number == warmup:
                 engine.begin_trace()
+                begin_s = time.perf_counter()
             batch, _ = ahead.next()
             result = engine.train_step(batch, learning_rate=learning_rate_at(number))
             kind = "warm-up" if number < warmup else "traced"
@@ -111,7 +113,7 @@ def take_steps(
             if number == warmup and checkpoint is not None:
                 _save(engine, checkpoint, saving)
     engine.wait_saved()
-    return [*engine.end_trace(), *batches.spans, *saving]
+    return [span for span in (*engine.end_trace(), *batches.spans, *saving) if span.end_s > begin_s]
 
 
 def _save(engine: Any, checkpoint: Path, spans: list[Span]) -> None:

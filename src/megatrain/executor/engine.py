@@ -364,7 +364,7 @@ class HostEngine:
             raise PlanRefused(
                 f"{failure}\n  this is the densest setting\n  -> use shorter rows, or a device with more memory"
             )
-        before = set(self._denser.changes)
+        before = self._denser
         if denser.resident != self._denser.resident:
             denser = replace(denser, device_fraction=self._fraction_without(resident[denser.resident :]))
         self._adopt(denser)
@@ -374,7 +374,7 @@ class HostEngine:
             "%s\n  the step is dropped, nothing was updated; it is computed again with %s\n"
             "  this run goes on so; for the next one put into its config:\n%s",
             failure,
-            ", ".join(change for change in denser.changes if change not in before),
+            denser.step_from(before),
             textwrap.indent(denser.yaml, "    "),
         )
 

@@ -135,6 +135,12 @@ class Denser:
         """The same as `section.key: value`."""
         return tuple(f"{name}.{key}: {value}" for name, keys in self.settings.items() for key, value in keys.items())
 
+    def step_from(self, before: Denser) -> str:
+        """The rung between the two, for people."""
+        if self.resident != before.resident:
+            return f"{self.resident} units on the device (memory.device_fraction: {self.device_fraction})"
+        return ", ".join(change for change in self.changes if change not in before.changes)
+
     @property
     def yaml(self) -> str:
         """The same as lines to paste into a config."""

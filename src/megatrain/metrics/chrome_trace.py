@@ -32,16 +32,14 @@ def chrome_trace(spans: Sequence[Span], title: str) -> dict[str, Any]:
     """The trace of some steps.
 
     Args:
-        spans: In any order, with one `step` at least. What ended before the first step is left out.
+        spans: In any order, one at least.
         title: Name of the process.
     """
-    begin = min(span.start_s for span in spans if span.row == "step")
-    shown = [span for span in spans if span.end_s > begin]
-    origin = min(span.start_s for span in shown)
+    origin = min(span.start_s for span in spans)
     events: list[dict[str, Any]] = [_named("process_name", 0, title)]
     line = 0
     for name, kinds in ROWS.items():
-        found = [span for span in shown if span.row in kinds]
+        found = [span for span in spans if span.row in kinds]
         for number, lane in enumerate([found] if name == "compute" else _lanes(found) or [[]]):
             line += 1
             events.append(_named("thread_name", line, name if number == 0 else f"{name} {number + 1}"))
