@@ -203,6 +203,13 @@ def check_mesh(run: RunConfig) -> Layout:
                 problems.found.append(
                     UserError("is a setting of the host engine", f"{section}.{name}", "leave it out with engine: mesh")
                 )
+    for name, value in run.alerts:
+        if value == "rollback":
+            problems.found.append(
+                UserError(
+                    "ranks see different times, and cannot go back each by itself", f"alerts.{name}", "use save or stop"
+                )
+            )
     if run.precision.compute_dtype == "fp16":
         problems.found.append(
             UserError("fp16 is not computed by the mesh engine", "precision.compute_dtype", "use bf16 or fp32")

@@ -80,7 +80,8 @@ def test_a_rule_speaks_once_and_names_what_to_change(rule: Rule) -> None:
     assert [alert.rule for alert in alerts] == [rule]
     assert setting in alerts[0].text
     assert "->" in alerts[0].text
-    assert rules_of(watcher, [HEALTHY] * 3) == []
+    assert rules_of(watcher, [HEALTHY, *[sick] * DEFAULTS.steps]) == [], "one good step is no end"
+    assert rules_of(watcher, [HEALTHY] * DEFAULTS.steps) == []
     assert rules_of(watcher, [sick] * DEFAULTS.steps) == [rule], "again, after it was over"
 
 

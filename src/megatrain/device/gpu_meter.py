@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,35 +13,57 @@ import torch
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""A question takes the driver up to a millisecond, and its figures are means over about a second anyway."""
+"""A question takes a good part of a millisecond, and the driver's figures are means over about a second anyway."""
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """None where unknown.
+
+    Attributes:
+        utilisation: Share of the last second in which some kernel ran.
+        used_bytes: In use on the whole device, by all processes.
+        reserved_bytes: By this process's allocator.
+    """
+
+    utilisation: float | None = None
+    used_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
 class GpuMeter:
-    """Asks NVML once a second at most. Without it, or when it refuses, the figures are None and nothing else happens.
+    """Asks driver and allocator once a second at most. Without NVML, or when it refuses, its figures are None.
 
     Args:
         device: A CUDA device, or a CPU, which has no figures.
     """
 
     def __init__(self, device: torch.device):
+        self._device = device
         self._handle: Any = None
         self._nvml: Any = None
         self._next_s = 0.0
-        self._figures: tuple[float | None, int | None] = (None, None)
+        self._figures = GpuFigures()
         if device.type == "cuda":
             self._open(device)
 
-    def read(self) -> tuple[float | None, int | None]:
-        """(share of the last second in which some kernel ran, bytes in use on the whole device), None where unknown."""
+    def read(self) -> GpuFigures:
+        """The figures, a second old at most."""
         now = time.monotonic()
-        if self._handle is not None and now >= self._next_s:
+        if self._device.type == "cuda" and now >= self._next_s:
             self._next_s = now + EVERY_S
-            try:
-                used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-                self._figures = (self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0, used)
-            except self._nvml.NVMLError as error:
-                self._give_up(error)
+            self._figures = replace(self._of_nvml(), reserved_bytes=torch.cuda.memory_reserved(self._device))
         return self._figures
+
+    def _of_nvml(self) -> GpuFigures:
+        if self._handle is None:
+            return GpuFigures()
+        try:
+            used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+            return GpuFigures(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0, used)
+        except self._nvml.NVMLError as error:
+            self._give_up(error)
+            return GpuFigures()
 
     def _open(self, device: torch.device) -> None:
         try:
@@ -58,4 +81,4 @@ class GpuMeter:
 
     def _give_up(self, error: Exception) -> None:
         logger.info("NVML gives no figures (%s): no GPU utilisation in the metrics", error)
-        self._handle, self._figures = None, (None, None)
+        self._handle = None

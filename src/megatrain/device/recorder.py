@@ -32,10 +32,11 @@ class SpanRecorder:
     Attributes:
         on: Whether anything is recorded.
         tracing: Whether visits of layers are, too.
+        paused: Whether the device's work is left out for a while: it belongs to no step.
     """
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None):
-        self.on, self.tracing = False, False
+        self.on, self.tracing, self.paused = False, False, False
         self._device, self._compute = device, compute
         self._free: collections.deque[torch.cuda.Event] = collections.deque()
         self._open: collections.deque[tuple[Any, Row, str, Mark, Mark, int]] = collections.deque()
@@ -44,7 +45,7 @@ class SpanRecorder:
 
     def mark(self, stream: torch.cuda.Stream | None) -> Mark:
         """This moment in a stream."""
-        if not self.on:
+        if not self.on or self.paused:
             return None
         if stream is None:
             return time.perf_counter()
@@ -79,16 +80,17 @@ class SpanRecorder:
         return self._compute is None or self._anchor[0] is not None
 
     def take(self) -> list[Span]:
-        """Spans that have ended since the last call. Everything on compute must have; the device is not waited for."""
+        """Spans that have ended since the last call. Steps and waits must have: compute was waited for behind them."""
         found = [self._ended.popleft() for _ in range(len(self._ended))]
         for _ in range(len(self._open)):
             item = self._open.popleft()
             anchor, row, name, start, end, size = item
             if self._compute is None:
                 found.append(Span(row, name, start, end, size))
-            elif row in ("h2d", "d2h") and not end.query():
+            elif row not in ("step", "wait") and not end.query():
                 self._open.append(item)
             else:
+                end.synchronize()  # recorded behind the step's own wait, a moment ago
                 event, clock_s = anchor
                 start_s = clock_s + event.elapsed_time(start) / 1e3
                 found.append(Span(row, name, start_s, start_s + start.elapsed_time(end) / 1e3, size))

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -279,14 +280,16 @@ class HostEngine:
             return StepResult(None, None, 0, "no target tokens")
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         loss, norm = self._forward_backward(batch, tokens, scale)
-        return StepResult(loss, norm, tokens, "gradients only", self._seconds(started), scale)
+        seconds, moved = self._seconds(started), self._moved_bytes()
+        return StepResult(loss, norm, tokens, "gradients only", seconds, scale, moved, self._pipeline(batch))
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss of a batch in evaluation mode. Changes nothing, also not what later training steps compute."""
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item(), training=False)
+        with self.instruments.paused():
+            loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item(), training=False)
         return EvalResult(loss_sum, tokens)
 
     def begin_trace(self) -> None:
@@ -445,7 +448,8 @@ class HostEngine:
             clip = self.optim.max_grad_norm
             coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
             coefficients = StepCoefficients.of(self.optim, self.updates, learning_rate, coefficient / loss_scale)
-            self._optimizer.launch(coefficients, self._gradients.arrived)
+            with self._streams.traced("update of resident units") if self.store.resident_bytes else nullcontext():
+                self._optimizer.launch(coefficients, self._gradients.arrived)
         self._weights.drop_all()
 
     # ---------------------------------------------------------------- state
@@ -609,22 +613,25 @@ class HostEngine:
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
         `device_peak`."""
-        slabs = [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]
-        staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
         peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else 0
         return {
             **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
             "host_inputs": self._inputs.nbytes,
-            "host_slabs": sum(slab.nbytes for slab in slabs),
-            "host_pinned": self.store.pinned_bytes
-            + sum(slab.pinned_bytes for slab in slabs)
-            + staged
-            + self._inputs.pinned_bytes,
+            "host_slabs": sum(slab.nbytes for slab in self._all_slabs()),
+            "host_pinned": self._pinned_bytes(),
             "device_resident": self.store.resident_bytes,
             "device_slots": self._weights.nbytes,
             "device_gradients": self._gradients.nbytes,
             "device_peak": peak,
         }
+
+    def _all_slabs(self) -> list[Slab]:
+        return [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]
+
+    def _pinned_bytes(self) -> int:
+        staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
+        slabs = sum(slab.pinned_bytes for slab in self._all_slabs())
+        return self.store.pinned_bytes + slabs + staged + self._inputs.pinned_bytes
 
     def close(self) -> None:
         """Wait for background work, then give all memory back. A closed engine refuses every further call."""
@@ -695,7 +702,7 @@ class HostEngine:
         self._copier.close()
         self._inputs.close()
         self._runner.close()
-        for slab in [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]:
+        for slab in self._all_slabs():
             slab.close()
 
     def _make_runner(self, fp32_names: frozenset[str], device_buffers: dict[str, torch.Tensor], budget: float) -> None:
@@ -782,8 +789,8 @@ class HostEngine:
             self._optimizer.wait(unit)
 
     def _pipeline(self, batch: Batch) -> PipelineRecord | None:
-        record = self.instruments.record(self._slabs, self._policy(self._shape(batch)), self._denser.changes)
-        return record and replace(record, host_pinned_bytes=self.memory()["host_pinned"])
+        policy = self._policy(self._shape(batch))
+        return self.instruments.record(self._slabs, self._pinned_bytes(), policy, self._denser.changes)
 
     def _policy(self, shape: StepShape) -> str:
         """How a step is computed, in a line."""

@@ -57,23 +57,35 @@ class Instruments:
         self._spans.end("step", f"step {number}", start, self._streams.compute)
         self._spans.anchor()
 
-    def record(self, slabs: SlabPool | None, policy: str, ladder: tuple[str, ...]) -> PipelineRecord | None:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work of the device inside belongs to no training step."""
+        self._spans.paused = True
+        try:
+            yield
+        finally:
+            self._spans.paused = False
+
+    def record(
+        self, slabs: SlabPool | None, pinned_bytes: int, policy: str, ladder: tuple[str, ...]
+    ) -> PipelineRecord | None:
         """The figures of the step that has just ended, and of whatever else has since the call before."""
         if not self._spans.on:
             return None
         spans = self._spans.take()
         if self._spans.tracing:
             self._traced += spans
-        used_share, used_bytes = self._meter.read()
+        gpu = self._meter.read()
         return replace(
             pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
             slabs=len(slabs.slabs) if slabs else 0,
             slabs_in_use=slabs.most_in_use if slabs else 0,
             slab_waits=slabs.waits if slabs else 0,
-            gpu_utilisation=used_share,
-            device_used_bytes=used_bytes,
-            device_reserved_bytes=torch.cuda.memory_reserved(self._streams.device) if self._streams.cuda else None,
+            gpu_utilisation=gpu.utilisation,
+            device_used_bytes=gpu.used_bytes,
+            device_reserved_bytes=gpu.reserved_bytes,
             device_total_bytes=self._total,
+            host_pinned_bytes=pinned_bytes,
             policy=policy,
             ladder=ladder,
         )

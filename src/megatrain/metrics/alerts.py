@@ -1,13 +1,13 @@
 """Alerts: rules over the records of a run's steps. A pure function of a record, and the little that must be remembered.
 
-An alert names what was seen, the cause, and the setting to change. A rule speaks when `steps` records in a row break it, once,
-and again only after a record that keeps it. The first `WARM_UP` steps of a process compile and fill buffers; they are not judged.
+An alert names what was seen, the cause, and the setting to change. A rule speaks when `steps` records in a row break it, once, and
+again only after as many in a row have kept it: a save that follows an alert may well interrupt what it was about. The first `WARM_UP` steps of a process compile and fill buffers; they are not judged.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -143,7 +143,10 @@ class AlertWatch:
         self._limits: dict[Rule, float] = {rule: limit for rule, limit in limits.items() if limit is not None}
         self._steps, self._device_fraction = steps, device_fraction
         self._speeds: deque[float] = deque(maxlen=MEDIAN_STEPS)
-        self._in_a_row: dict[Rule, int] = {}
+        self._broken: Counter[Rule] = Counter()
+        self._kept: Counter[Rule] = Counter()
+        """Records in a row that broke, and that kept, a rule."""
+        self._said: set[Rule] = set()
         self._seen = 0
 
     def look(self, record: StepRecord) -> list[Alert]:
@@ -156,5 +159,12 @@ class AlertWatch:
         usual = statistics.median(self._speeds) if len(self._speeds) >= LEAST_MEDIAN_STEPS else None
         found = broken(record, self._limits, self._device_fraction, usual)
         self._speeds.append(record.processed_tokens_per_s)
-        self._in_a_row = {rule: self._in_a_row.get(rule, 0) + 1 for rule in found}
-        return [Alert(rule, text) for rule, text in found.items() if self._in_a_row[rule] == self._steps]
+        for rule in self._limits:
+            now, before = (self._broken, self._kept) if rule in found else (self._kept, self._broken)
+            now[rule] += 1
+            before[rule] = 0
+            if self._kept[rule] >= self._steps:
+                self._said.discard(rule)
+        new = [rule for rule in found if self._broken[rule] >= self._steps and rule not in self._said]
+        self._said.update(new)
+        return [Alert(rule, found[rule]) for rule in new]
