@@ -1,7 +1,8 @@
 """Alerts: rules over the records of a run's steps. A pure function of a record, and the little that must be remembered.
 
-An alert names what was seen, the cause, and the setting to change. A rule speaks when `steps` records in a row break it, once, and
-again only after as many in a row have kept it: a save that follows an alert may well interrupt what it was about. The first `WARM_UP` steps of a process compile and fill buffers; they are not judged.
+An alert names what was seen, the cause, and the setting to change. A rule speaks when `steps` records in a row break it, once,
+and again only after as many in a row have kept it: a save that follows an alert may well interrupt what it was about. The
+first `WARM_UP` steps of a process compile and fill buffers; they are not judged.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ class AlertWatch:
             return []
         usual = statistics.median(self._speeds) if len(self._speeds) >= LEAST_MEDIAN_STEPS else None
         found = broken(record, self._limits, self._device_fraction, usual)
-        self._speeds.append(record.processed_tokens_per_s)
+        if "speed" not in found:  # a slow stretch must not become what is usual
+            self._speeds.append(record.processed_tokens_per_s)
         for rule in self._limits:
             now, before = (self._broken, self._kept) if rule in found else (self._kept, self._broken)
             now[rule] += 1
