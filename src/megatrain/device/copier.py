@@ -19,9 +19,9 @@ class Copier(Protocol):
     """Queues host-to-device copies."""
 
     def copy(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event
+        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str = ""
     ) -> concurrent.futures.Future[None] | None:
-        """Queue target.copy_(source). A future, if any, must be waited for before `done` is waited for."""
+        """Queue target.copy_(source). A future, if any, must be waited for before `done` is waited for. `what`: its name."""
         ...
 
     def close(self) -> None: ...
@@ -33,8 +33,8 @@ class DirectCopier:
     def __init__(self, streams: Streams):
         self._streams = streams
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event) -> None:
-        with self._streams.copying_in(after, done):
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str = "") -> None:
+        with self._streams.copying_in(after, done, what, source.nbytes):
             target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
@@ -62,16 +62,16 @@ class StagedCopier:
         return sum(arena.pinned_bytes for arena in self._arenas)
 
     def copy(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event
+        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str = ""
     ) -> concurrent.futures.Future[None]:
-        return self._packer.submit(self._pack_and_send, target, source, after, done)
+        return self._packer.submit(self._pack_and_send, target, source, after, done, what)
 
-    def _pack_and_send(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event) -> None:
+    def _pack_and_send(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str) -> None:
         turn, self._turn = self._turn, 1 - self._turn
         self._sent[turn].synchronize()
         staging = self._arenas[turn].tensor(0, source.numel(), source.dtype)
         staging.copy_(source)
-        with self._streams.copying_in(after, done):
+        with self._streams.copying_in(after, done, what, staging.nbytes):
             target.copy_(staging, non_blocking=True)
         self._sent[turn].record(self._streams.h2d)
 

@@ -116,6 +116,8 @@ class StepRunner:
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
+        self.interruption: BaseException | None = None
+        """Set by another thread: the step in progress, or the next one, ends with it at the next layer."""
 
     # ---------------------------------------------------------------- the step
 
@@ -147,7 +149,8 @@ class StepRunner:
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
             here = _targets_of(targets, rows, inputs)
-            d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
+            with self._streams.traced("head"):
+                d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
             self._mark("backward")
             torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)  # [Note: the graph between the layers]
             del hidden_BTD, d_hidden_BTD
@@ -176,6 +179,17 @@ class StepRunner:
         """Let go of everything that refers to the device's buffers."""
         self._leaf_cache.clear()
 
+    def _stop_if_asked(self) -> None:
+        if self.interruption is not None:
+            error, self.interruption = self.interruption, None
+            raise error
+
+    def where(self) -> str:
+        """The phase in work and its layer, for people."""
+        phase = self.marks[-1][0] if self.marks else "forward"
+        layer = self._weights.visited if phase in ("forward", "backward") else None
+        return f"the {phase}" if layer is None else f"the {phase} of layer {layer}"
+
     def abandon(self) -> None:
         """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
         self._tape, self._probe, self._call_axes, self._chunks, self.marks = None, None, None, [], []
@@ -183,6 +197,7 @@ class StepRunner:
         self._weights.abandon()
         self._gradients.abandon()
         self._inputs.abandon()
+        self._streams.spans.drop()
 
     # ---------------------------------------------------------------- forward
 
@@ -201,15 +216,17 @@ class StepRunner:
 
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
+        self._stop_if_asked()
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
-        if call is not None and self._keeps_graph(index):
-            outputs, spec = self._forward_kept(call, self._variants[index])
-        else:
-            if call is not None and index in self._variants:  # see [Note: one part kept]
-                stays = self.shell.kept_operations(index, self._variants[index])
-                call.kept = [Kept(stays) for _ in self._chunks]
-            outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
+        with self._streams.traced("forward", index):
+            if call is not None and self._keeps_graph(index):
+                outputs, spec = self._forward_kept(call, self._variants[index])
+            else:
+                if call is not None and index in self._variants:  # see [Note: one part kept]
+                    stays = self.shell.kept_operations(index, self._variants[index])
+                    call.kept = [Kept(stays) for _ in self._chunks]
+                outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
         if self._probe is not None:
             self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
         if call is not None:
@@ -345,7 +362,8 @@ class StepRunner:
             calls = tape.calls[start : start + segment]
             self._recompute_inputs(calls)
             for call in reversed(calls):
-                self._backward_layer(call, tape)
+                with self._streams.traced("backward", call.layer):
+                    self._backward_layer(call, tape)
         self._collect(edges.embedding)
         self._gradients.send_edge(self.shell.structure.embedding)
 
@@ -354,6 +372,7 @@ class StepRunner:
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
+        self._stop_if_asked()
         self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
         total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))
@@ -411,7 +430,7 @@ class StepRunner:
         """Compute again the inputs that a segment dropped, from the one it kept."""
         for call, following in zip(calls, calls[1:], strict=False):
             states = call.random_states[0] if call.random_states else randomness.capture(self._streams.device)
-            with randomness.replayed(self._streams.device, states):
+            with randomness.replayed(self._streams.device, states), self._streams.traced("recompute", call.layer):
                 outputs, _ = self._forward_layer(call.layer, call.arguments, None)
             for position, source in following.sources.items():
                 if following.arguments.leaves[position] is None:

@@ -64,6 +64,11 @@ def probe(device: str | torch.device = "auto", *, cache: bool = True, disk_folde
     return machine
 
 
+def known_machine(device: str | torch.device) -> Machine | None:
+    """The figures of an earlier `probe` on this hardware, None where there was none. Measures nothing."""
+    return _cached(cache_file(gpu_of(device)))
+
+
 def measure(gpu: torch.device | None, disk_folder: Path, *, scale: float = 1.0) -> Machine:
     """Measure everything, whatever is cached.
 
