@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from megatrain.device.offload import InputStore
@@ -23,7 +24,7 @@ from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.gradients import GradientFlow
 from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors, entrance
 from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
@@ -267,19 +268,23 @@ class StepRunner:
         return self._join_outputs(index, parts), spec
 
     def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], pytree.TreeSpec]:
-        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without weights."""
-        flat = self._weights.fetch(call.layer)
-        moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
+        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without what moves."""
+        flat, leaving = self._weights.fetch(call.layer), self._leaving_input(call)
+        homes = {} if self._weights.stays(call.layer) else {"weights": flat}
+        if leaving is not None:
+            homes["input"] = call.arguments.leaves[leaving].detach()
+        moving = MovingTensors(homes) if homes else None
+        parts: list[list[Any]] = []
         spec = None
         for rows in self._chunks:
-            graph, spec = self._graph_of(
-                call, flat, rows, variant, moving.left_out() if moving else contextlib.nullcontext()
-            )
+            around = moving.left_out() if moving else contextlib.nullcontext()
+            graph, outputs, spec = self._graph_of(call, flat, rows, variant, around, leaving)
             graph.moving = moving
             call.graphs.append(graph)
+            parts.append(outputs)
         self._weights.release(call.layer)
         assert spec is not None
-        return self._join_outputs(call.layer, [graph.outputs for graph in call.graphs]), spec
+        return self._join_outputs(call.layer, parts), spec
 
     def _graph_of(
         self,
@@ -288,18 +293,28 @@ class StepRunner:
         rows: slice,
         variant: Variant,
         around: contextlib.AbstractContextManager[Any],
-    ) -> tuple[ChunkGraph, pytree.TreeSpec]:
-        """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights."""
+        leaving: int | None = None,
+    ) -> tuple[ChunkGraph, list[Any], pytree.TreeSpec]:
+        """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights.
+
+        Args:
+            leaving: Position of an argument that the graph must not hold.
+
+        Returns:
+            The graph, and the layer's output leaves with their structure.
+        """
         unit = self._units[call.layer]
         weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
         for position in call.trained:
-            leaves[position] = leaves[position].detach().requires_grad_()
+            leaf = leaves[position].detach()
+            leaves[position] = entrance(leaf) if position == leaving else leaf.requires_grad_()
         args, kwargs = call.arguments.unflatten(leaves)
         with torch.enable_grad(), around:
             outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
         trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        return ChunkGraph(outputs, [leaves[position] for position in call.trained], trained), spec
+        inputs = [get_gradient_edge(leaves[position]) for position in call.trained]
+        return ChunkGraph([_edge_of(output) for output in outputs], inputs, trained), outputs, spec
 
     # ---------------------------------------------------------------- head
 
@@ -381,13 +396,13 @@ class StepRunner:
             if call.graphs:
                 graph, call.graphs[number] = call.graphs[number], _DONE
                 if graph.moving is not None:
-                    graph.moving.now = flat
+                    graph.moving.now = {"weights": flat, **self._returned_input(call)}
             else:
                 kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
-                    graph, _ = self._graph_of(call, flat, rows, "recompute", kept)
+                    graph, _, _ = self._graph_of(call, flat, rows, "recompute", kept)
             d_outputs = self._output_gradients(call, rows)
-            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if g is not None]
+            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if o is not None and g is not None]
             found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
             total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
@@ -409,14 +424,25 @@ class StepRunner:
                 self._leaf_cache[key] = leaves
         return leaves
 
+    def _leaving_input(self, call: LayerCall) -> int | None:
+        """Position of the argument that waits on the host for the backward, if the layer is one that has such: the first one
+        that is an earlier layer's output, its hidden states."""
+        if call.layer not in self._inputs.layers or not call.sources:
+            return None
+        position = next(iter(call.sources))
+        return position if call.arguments.leaves[position].is_contiguous() else None
+
     def _offload(self, call: LayerCall) -> None:
-        """Send a recomputed layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
-        if call.layer not in self._inputs.layers or call.graphs:
-            return
-        for position in call.sources:
+        """Send the layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
+        position = self._leaving_input(call)
+        if position is not None:
             self._inputs.put(call.layer, call.arguments.leaves[position])
             call.arguments.leaves[position] = None
-            return  # an offloaded layer has one input that is an earlier layer's output: its hidden states
+
+    def _returned_input(self, call: LayerCall) -> dict[str, torch.Tensor]:
+        """The input that has come back from the host, by its name among what moves."""
+        position = next(iter(call.sources), None)
+        return {} if position is None else {"input": call.arguments.leaves[position].detach()}
 
     def _bring_back(self, call: LayerCall, tape: Tape) -> None:
         """Put an offloaded input back in its place and start the next one's way."""
@@ -529,12 +555,18 @@ _DONE = ChunkGraph([], [], {})
 """Stands in the list for a graph whose backward has begun, so that nothing but the backward holds its activations."""
 
 
+def _edge_of(output: Any) -> GradientEdge | None:
+    """Where a layer output's gradient enters the layer's graph."""
+    return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+
+
 def _grad(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge | torch.Tensor], gradients: list[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
     if not outputs:
         return [None] * len(inputs)
-    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    # A list of edges and tensors is not foreseen by the signature, but is by the function.
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # type: ignore[call-overload]
 
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:

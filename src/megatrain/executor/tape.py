@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors
 from megatrain.models.templates import Kept
 
 
@@ -53,19 +54,19 @@ class Source:
 
 @dataclass
 class ChunkGraph:
-    """A layer's computation on one chunk, with autograd.
+    """A layer's computation on one chunk, with autograd. See [Note: what a waiting graph holds] in saved.py.
 
     Attributes:
-        outputs: Output leaves of the layer.
-        inputs: The argument leaves that need a gradient, in the order of `LayerCall.trained`.
+        outputs: Roots: one for each output leaf of the layer, None where it has no gradient.
+        inputs: Of the argument leaves that need a gradient, in the order of `LayerCall.trained`.
         weights: The parameters that need a gradient, by layout name.
-        moving: Where the weights are, if the graph must find them at another address than where it was made.
+        moving: What the graph must find at another address than where it was made.
     """
 
-    outputs: list[Any]
-    inputs: list[torch.Tensor]
+    outputs: list[GradientEdge | None]
+    inputs: list[GradientEdge]
     weights: dict[str, torch.Tensor]
-    moving: MovingWeights | None = None
+    moving: MovingTensors | None = None
 
 
 @dataclass
