@@ -5,7 +5,8 @@
 layer of each template group, weights on the device, everything kept, forward and backward of a step's rows, times the group's
 layers; plus the head (logits and cross entropy, in the engine's chunks) and the embedding. `policy bound` is the same with each
 layer's policy and chunks from the plan, recompute included. Both are measured in the same process, after the engine has given its
-memory back.
+memory back. The layer runs back to back, as often as the model has layers, on random numbers: at its power limit a GPU lowers its
+clock, so that a short burst, or gradients that are all ones, is a tenth faster than any training step can be.
 
 [Note: formulas]
 model FLOPs   3 x (products + causal attention of a forward), counted from the layer's code; recompute is not in it
@@ -18,6 +19,7 @@ other stall   step - policy bound - waits for AdamW and slabs: waits for copies,
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import json
@@ -26,7 +28,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from megatrain.executor.engine import HostEngine
 from megatrain.executor.gate import token_wise
 from megatrain.loss import cross_entropy_sum
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.machine.probe import device_seconds, probe
+from megatrain.machine.probe import device_seconds, probe, sustained_seconds
 from megatrain.models.build import build_meta_model, find_model_folder, fp32_parameter_names, load_model_config
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Structure, take_apart
@@ -161,27 +163,84 @@ def bench(
         PlanRefused: The step does not fit.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        folder = _folder_of(shape, Path(scratch))
-        on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        folder, on_gpu = _folder_of(shape, Path(scratch)), _on_gpu(device)
         structure = _structure(folder, torch.bfloat16)
         model = shape_of_structure(structure, shape, token_wise(structure.model.config))  # type: ignore[arg-type]
         machine = load_machine(machine_file) if machine_file else probe(device)
-        made = None
-        if machine.device_gib > 0:
-            caps = _caps(machine, device_gib, host_gib, here=machine_file is None)
-            made = plan(model, machine, StepSize(rows, tokens), caps, Options(), steps=None)
+        made = _planned(model, machine, StepSize(rows, tokens), device_gib, host_gib, here=machine_file is None)
+        if made is not None:
             say(plan_text(made))
         arguments = (engine_options(made) if made else {}) | (overrides or {})
         report = Report(shape, rows, tokens, structure.param_count, device, _plain(arguments))
-        caps_here = {"device_gib": device_gib if on_gpu else None, "host_gib": host_gib}
-        _measure_steps(
-            report, folder, arguments | {k: v for k, v in caps_here.items() if v}, device, steps, warmup, machine, say
-        )
+        arguments |= _caps_as_arguments(on_gpu, device_gib, host_gib)
+        _measure_steps(report, folder, arguments, device, steps, warmup, say)
         if bounds:
             _measure_bounds(report, structure, model, made, device, say)
         _conclude(report, model, made, machine, on_gpu)
         say(report_text(report))
         return report
+
+
+@contextlib.contextmanager
+def engine_for(
+    shape: str,
+    *,
+    rows: int,
+    tokens: int,
+    device: str = "auto",
+    device_gib: float | None = None,
+    host_gib: float | None = None,
+    machine_file: str | Path | None = None,
+    overrides: dict[str, Any] | None = None,
+    say: Say = logger.info,
+) -> Iterator[HostEngine]:
+    """The engine that `bench` measures, with the same arguments."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, made = _folder_of(shape, Path(scratch)), None
+        if _on_gpu(device):
+            machine = load_machine(machine_file) if machine_file else probe(device)
+            model = shape_of_structure(_structure(folder, torch.bfloat16), shape)
+            made = _planned(model, machine, StepSize(rows, tokens), device_gib, host_gib, here=machine_file is None)
+        if made is not None:
+            say(plan_text(made))
+        arguments = (engine_options(made) if made else {}) | (overrides or {})
+        arguments |= _caps_as_arguments(_on_gpu(device), device_gib, host_gib)
+        with _engine(folder, device, arguments) as engine:
+            yield engine
+
+
+def random_batch(vocabulary: int, rows: int, tokens: int, step: int) -> dict[str, torch.Tensor]:
+    """Rows of random tokens, all of them targets."""
+    ids = torch.randint(0, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _on_gpu(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _planned(
+    model: ModelShape,
+    machine: Machine,
+    step: StepSize,
+    device_gib: float | None,
+    host_gib: float | None,
+    here: bool,
+) -> Plan | None:
+    """The plan; None on a machine without a GPU."""
+    if machine.device_gib <= 0:
+        return None
+    return plan(model, machine, step, _caps(machine, device_gib, host_gib, here), Options(), steps=None)
+
+
+def _caps_as_arguments(on_gpu: bool, device_gib: float | None, host_gib: float | None) -> dict[str, Any]:
+    caps = {"device_gib": device_gib if on_gpu else None, "host_gib": host_gib}
+    return {name: cap for name, cap in caps.items() if cap}
+
+
+def _engine(folder: Path, device: str, arguments: dict[str, Any]) -> HostEngine:
+    optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if arguments.get("gradient_plane", True) else None)
+    return HostEngine(folder, device=device, optim=optim, init="random", verify="never", **arguments)
 
 
 def _folder_of(shape: str, scratch: Path) -> Path:
@@ -241,13 +300,11 @@ def _measure_steps(
     device: str,
     steps: int,
     warmup: int,
-    machine: Machine,
     say: Say,
 ) -> None:
     process = psutil.Process(os.getpid())
     started = time.perf_counter()
-    optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if arguments.get("gradient_plane", True) else None)
-    engine = HostEngine(folder, device=device, optim=optim, init="random", verify="never", **arguments)
+    engine = _engine(folder, device, arguments)
     try:
         report.device = str(engine.device)
         say(f"engine made in {time.perf_counter() - started:.1f} s, {report.parameters / 1e9:.3g} B parameters")
@@ -257,10 +314,7 @@ def _measure_steps(
             if step == warmup and engine.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(engine.device)
             began = time.perf_counter()
-            ids = torch.randint(
-                0, vocabulary, (report.rows, report.tokens), generator=torch.Generator().manual_seed(step)
-            )
-            batch = {"input_ids": ids, "labels": ids.clone()}
+            batch = random_batch(vocabulary, report.rows, report.tokens, step)
             data = time.perf_counter() - began
             result = engine.train_step(batch)
             seconds = {**result.seconds, "data": data}
@@ -361,21 +415,21 @@ class _LayerClock:
         ids = torch.zeros((rows, self._tokens), dtype=torch.int64, device=self._device)
         args, kwargs = layer_arguments(self._structure, ids, self._buffers)
         args, kwargs, hidden = _with_random_hidden(args, kwargs, self._dtype)
+        random_gradient = torch.randn_like(hidden) * 1e-4
 
         def once(variant: Variant) -> None:
             outputs = [o for o in pytree.tree_leaves(code(variant, bound, args, kwargs)) if isinstance(o, torch.Tensor)]
             outputs = [o for o in outputs if o.requires_grad]
-            torch.autograd.grad(
-                outputs, [hidden, *weights.values()], [torch.ones_like(o) for o in outputs], allow_unused=True
-            )
+            gradients = [random_gradient if o.shape == hidden.shape else torch.ones_like(o) for o in outputs]
+            torch.autograd.grad(outputs, [hidden, *weights.values()], gradients, allow_unused=True)
 
-        def forward() -> None:
-            with torch.no_grad():
-                code("forward", bound, args, kwargs)
+        def layer() -> None:
+            if policy == "recompute":
+                with torch.no_grad():
+                    code("forward", bound, args, kwargs)
+            once(policy)
 
-        if policy == "recompute":
-            return device_seconds(forward, self._device) + device_seconds(lambda: once("recompute"), self._device)
-        return device_seconds(lambda: once(policy), self._device)
+        return sustained_seconds(layer, self._device, len(self._model.groups))
 
     def _code(self, group: int, index: int) -> LayerCode:
         if group not in self._codes:
@@ -483,7 +537,7 @@ def _edge_seconds(structure: Structure, device: torch.device, report: Report, ma
         found = torch.nn.functional.embedding(ids, weights[table_name])
         torch.autograd.grad(found, weights[table_name], torch.ones_like(found))
 
-    return device_seconds(head, device) * count / chunk + device_seconds(embedding, device)
+    return sustained_seconds(head, device, -(-count // chunk)) * count / chunk + device_seconds(embedding, device)
 
 
 def _no_layer(*_: Any) -> Any:

@@ -203,6 +203,13 @@ def check_mesh(run: RunConfig) -> Layout:
                 problems.found.append(
                     UserError("is a setting of the host engine", f"{section}.{name}", "leave it out with engine: mesh")
                 )
+    for name, value in run.alerts:
+        if value == "rollback":
+            problems.found.append(
+                UserError(
+                    "ranks see different times, and cannot go back each by itself", f"alerts.{name}", "use save or stop"
+                )
+            )
     if run.precision.compute_dtype == "fp16":
         problems.found.append(
             UserError("fp16 is not computed by the mesh engine", "precision.compute_dtype", "use bf16 or fp32")
@@ -252,6 +259,7 @@ def make_engine(
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
+        instruments=for_training and run.metrics.instruments,
         verify="never",  # `prepare` has verified the family
         **(planned_options(run) if for_training else planned),
     )

@@ -1,4 +1,4 @@
-"""The command line: `megatrain train|check|plan|data|eval RUN.yaml [--section.key value ...]`, and commands of their own form.
+"""The command line: `megatrain train|check|plan|data|eval|trace RUN.yaml [--section.key value ...]`, and more of other forms.
 
 Each command parses its words and calls one public function. Imports of torch and transformers wait until a command needs
 them. Exit codes: 0 done, 2 user error, 3 the run does not fit the machine, 4 numeric stop, 130 interrupted. An error of
@@ -54,6 +54,15 @@ def _run(words: list[str]) -> int:
             raise UserError(f"{arguments.command} takes no keys", overrides[0].flag, "they belong to RUN.yaml")
         (_doctor if arguments.command == "doctor" else _bench)(arguments)
         return 0
+    if arguments.command == "trace" and arguments.shape is not None:
+        if overrides or arguments.config is not None:
+            raise UserError(
+                "trace --shape takes no config", "trace", "give RUN.yaml, or --shape with --rows and --tokens"
+            )
+        _trace_shape(arguments)
+        return 0
+    if arguments.config is None:
+        raise UserError("trace needs RUN.yaml, or --shape", "trace")
     run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
     match arguments.command:
         case "train":
@@ -70,6 +79,17 @@ def _run(words: list[str]) -> int:
 
             made = plan_run(run, machine_file=arguments.machine)
             _say(plan_json(made) if arguments.json else plan_text(made))
+        case "trace":
+            from megatrain.trace import trace_run
+
+            trace_run(
+                run,
+                steps=arguments.steps,
+                warmup=arguments.warmup,
+                out=arguments.out,
+                png=arguments.png,
+                save=arguments.save,
+            )
         case "eval":
             from megatrain.evaluate import evaluate_run
 
@@ -151,6 +171,26 @@ def _bench(arguments: argparse.Namespace) -> None:
         _say(report_json(report))
 
 
+def _trace_shape(arguments: argparse.Namespace) -> None:
+    from megatrain.bench import engine_overrides
+    from megatrain.trace import trace_shape
+
+    trace_shape(
+        arguments.shape,
+        rows=arguments.rows,
+        tokens=arguments.tokens,
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        out=arguments.out,
+        png=arguments.png,
+        device=arguments.device,
+        device_gib=arguments.device_gib,
+        host_gib=arguments.host_gib,
+        machine_file=arguments.machine,
+        overrides=engine_overrides(arguments.option),
+    )
+
+
 def _add_machine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor = commands.add_parser(
         "doctor",
@@ -170,20 +210,26 @@ def _add_machine_commands(commands: argparse._SubParsersAction[_Parser]) -> None
         description="Training steps with random weights and tokens, beside the plan and the compute bounds.",
         allow_abbrev=False,
     )
-    bench.add_argument("--shape", required=True, help="qwen3-0.6b, -4b, -8b, -14b, -17b, ..., or a model folder")
-    bench.add_argument("--rows", type=_positive, required=True, metavar="N", help="rows of a step")
-    bench.add_argument("--tokens", type=_positive, required=True, metavar="N", help="tokens of a row")
+    _add_shape(bench, required=True)
     bench.add_argument("--steps", type=_positive, default=6, metavar="N", help="steps that count (6)")
     bench.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
-    bench.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
-    bench.add_argument("--device-gib", type=float, metavar="X", help="device memory that may be used")
-    bench.add_argument("--host-gib", type=float, metavar="X", help="host memory that may be used")
-    bench.add_argument("--machine", metavar="FILE", help="plan with these figures instead of measuring")
-    bench.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="of HostEngine, instead of the plan's"
-    )
     bench.add_argument("--no-bounds", action="store_true", help="leave the compute bounds out")
     bench.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
+
+
+def _add_shape(command: argparse.ArgumentParser, required: bool) -> None:
+    """The arguments that say which shape runs where."""
+    command.add_argument("--shape", required=required, help="qwen3-0.6b, -4b, -8b, -14b, -17b, ..., or a model folder")
+    for name, default, what in (("--rows", 8, "rows of a step"), ("--tokens", 1024, "tokens of a row")):
+        about = what if required else f"{what} of the shape ({default})"
+        command.add_argument(name, type=_positive, required=required, default=default, metavar="N", help=about)
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    command.add_argument("--device-gib", type=float, metavar="X", help="device memory that may be used")
+    command.add_argument("--host-gib", type=float, metavar="X", help="host memory that may be used")
+    command.add_argument("--machine", metavar="FILE", help="plan with these figures instead of measuring")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of HostEngine, instead of the plan's"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -252,10 +298,23 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--machine", metavar="FILE", help="plan for the machine in this file (see docs/machines)")
     plan.add_argument("--json", action="store_true", help="as JSON")
     _add_machine_commands(commands)
+    _add_trace(commands)
     data = _command(commands, "data", "show what the data becomes: trained and masked tokens, lengths, rows, rejects")
     data.add_argument("--samples", metavar="N", type=_positive, default=3, help="samples shown of each source (3)")
     data.add_argument("--tokens", metavar="N", type=_positive, default=400, help="tokens shown of each sample (400)")
     return parser
+
+
+def _add_trace(commands: argparse._SubParsersAction[_Parser]) -> None:
+    trace = _command(
+        commands, "trace", "the timeline of some steps, for Chrome or Perfetto; of a run, or of a --shape", many="?"
+    )
+    trace.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps in the trace (3)")
+    trace.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
+    trace.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="the trace (trace.json)")
+    trace.add_argument("--png", type=Path, metavar="FILE", help="a picture of it, too")
+    trace.add_argument("--save", action="store_true", help="write a checkpoint under the traced steps, and remove it")
+    _add_shape(trace, required=False)
 
 
 def _add_checkpoint_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -293,11 +352,13 @@ class _Parser(argparse.ArgumentParser):
         return text
 
 
-def _command(commands: argparse._SubParsersAction[_Parser], name: str, what: str) -> argparse.ArgumentParser:
+def _command(
+    commands: argparse._SubParsersAction[_Parser], name: str, what: str, many: str | None = None
+) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False, usage=None
     )
-    command.add_argument("config", metavar="RUN.yaml", help="the run's config, or the folder of a run")
+    command.add_argument("config", metavar="RUN.yaml", nargs=many, help="the run's config, or the folder of a run")
     command.set_defaults(describe_keys=True)
     return command
 

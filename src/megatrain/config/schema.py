@@ -260,6 +260,14 @@ class MemoryConfig(Section):
         description="host memory that the run may use [GiB]; auto: what is available, container limits included",
     )
     device_gib: GiB = Field(default="auto", description="device memory that the run may use [GiB]; auto: what is free")
+    device_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=0.92, description="share of that memory that the plan fills; the rest is for what no formula sees"
+    )
+    host_reserve_gib: Annotated[Float, Field(ge=0)] = Field(
+        default=0.5,
+        description="host memory that must stay available [GiB]: the plan leaves it free, and a run that comes below it saves "
+        "and ends (exit code 3) before the system kills it",
+    )
 
 
 class ActivationsConfig(Section):
@@ -382,7 +390,7 @@ class CheckpointConfig(Section):
     buffer_gib: GiB = Field(
         default="auto",
         description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
-        "less on a slow disk; auto: two layers",
+        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least",
     )
     on_error: Literal["warn", "stop"] = Field(
         default="stop",
@@ -426,6 +434,48 @@ class MetricsConfig(Section):
         default=(), description="services that get every step too; a service that fails or hangs never stops the run"
     )
     project: str = Field(default="megatrain", min_length=1, description="the project at the services")
+    instruments: StrictBool = Field(
+        default=True, description="time copies, waits and updates of every step; the rules of alerts need it"
+    )
+
+
+AlertAction = Literal["warn", "save", "stop", "rollback"]
+Share = Annotated[Float, Field(gt=0, lt=1)]
+
+
+class AlertsConfig(Section):
+    """Rules that watch the pipeline; see docs/pipeline.md. null switches a rule off. Actions: warn: a line in the log, once
+    until it is over; save: and a checkpoint; stop: and the run ends as by a signal; rollback: and it goes back to the newest
+    checkpoint."""
+
+    steps: PositiveInt = Field(default=10, description="so many steps in a row must break a rule")
+    link_share: Share | None = Field(
+        default=0.6, description="alert when copies reach less of the link's measured rate while the GPU waits for them"
+    )
+    link_share_action: AlertAction = Field(default="warn", description="what follows an alert of link_share")
+    gpu_busy: Share | None = Field(
+        default=0.8, description="alert when the GPU works for less of a step, for no reason that another rule names"
+    )
+    gpu_busy_action: AlertAction = Field(default="warn", description="what follows an alert of gpu_busy")
+    speed: Share | None = Field(
+        default=0.7, description="alert when tokens/s are below this multiple of the median of the last 50 steps"
+    )
+    speed_action: AlertAction = Field(default="warn", description="what follows an alert of speed")
+    device_memory: Share | None = Field(
+        default=0.85,
+        description="alert when the peak takes more of the device's memory, and more than memory.device_fraction too",
+    )
+    device_memory_action: AlertAction = Field(default="warn", description="what follows an alert of device_memory")
+    slab_wait: Share | None = Field(
+        default=0.05, description="alert when more of a step is spent waiting for a free gradient slab"
+    )
+    slab_wait_action: AlertAction = Field(default="warn", description="what follows an alert of slab_wait")
+    optimizer_wait: Share | None = Field(
+        default=0.2, description="alert when the GPU waits for AdamW for more of a step"
+    )
+    optimizer_wait_action: AlertAction = Field(default="warn", description="what follows an alert of optimizer_wait")
+    data_wait: Share | None = Field(default=0.1, description="alert when more of a step is spent waiting for the batch")
+    data_wait_action: AlertAction = Field(default="warn", description="what follows an alert of data_wait")
 
 
 class RunConfig(Section):
@@ -448,6 +498,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    alerts: AlertsConfig = AlertsConfig()
     run: RunSection
 
     @model_validator(mode="before")

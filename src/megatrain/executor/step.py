@@ -24,7 +24,7 @@ from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.gradients import GradientFlow
 from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors, entrance
 from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
@@ -117,6 +117,8 @@ class StepRunner:
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
+        self.interruption: BaseException | None = None
+        """Set by another thread: the step in progress, or the next one, ends with it at the next layer."""
 
     # ---------------------------------------------------------------- the step
 
@@ -148,7 +150,8 @@ class StepRunner:
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
             here = _targets_of(targets, rows, inputs)
-            d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
+            with self._streams.traced("head"):
+                d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
             self._mark("backward")
             torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)  # [Note: the graph between the layers]
             del hidden_BTD, d_hidden_BTD
@@ -177,6 +180,17 @@ class StepRunner:
         """Let go of everything that refers to the device's buffers."""
         self._leaf_cache.clear()
 
+    def _stop_if_asked(self) -> None:
+        if self.interruption is not None:
+            error, self.interruption = self.interruption, None
+            raise error
+
+    def where(self) -> str:
+        """The phase in work and its layer, for people."""
+        phase = self.marks[-1][0] if self.marks else "forward"
+        layer = self._weights.visited if phase in ("forward", "backward") else None
+        return f"the {phase}" if layer is None else f"the {phase} of layer {layer}"
+
     def abandon(self) -> None:
         """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
         self._tape, self._probe, self._call_axes, self._chunks, self.marks = None, None, None, [], []
@@ -184,6 +198,7 @@ class StepRunner:
         self._weights.abandon()
         self._gradients.abandon()
         self._inputs.abandon()
+        self._streams.spans.drop()
 
     # ---------------------------------------------------------------- forward
 
@@ -202,15 +217,17 @@ class StepRunner:
 
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
+        self._stop_if_asked()
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
-        if call is not None and self._keeps_graph(index):
-            outputs, spec = self._forward_kept(call, self._variants[index])
-        else:
-            if call is not None and index in self._variants:  # see [Note: one part kept]
-                stays = self.shell.kept_operations(index, self._variants[index])
-                call.kept = [Kept(stays) for _ in self._chunks]
-            outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
+        with self._streams.traced("forward", index):
+            if call is not None and self._keeps_graph(index):
+                outputs, spec = self._forward_kept(call, self._variants[index])
+            else:
+                if call is not None and index in self._variants:  # see [Note: one part kept]
+                    stays = self.shell.kept_operations(index, self._variants[index])
+                    call.kept = [Kept(stays) for _ in self._chunks]
+                outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
         if self._probe is not None:
             self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
         if call is not None:
@@ -251,14 +268,17 @@ class StepRunner:
         return self._join_outputs(index, parts), spec
 
     def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], pytree.TreeSpec]:
-        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without weights."""
-        flat = self._weights.fetch(call.layer)
-        moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
-        spec, parts = None, []
+        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without what moves."""
+        flat, leaving = self._weights.fetch(call.layer), self._leaving_input(call)
+        homes = {} if self._weights.stays(call.layer) else {"weights": flat}
+        if leaving is not None:
+            homes["input"] = call.arguments.leaves[leaving].detach()
+        moving = MovingTensors(homes) if homes else None
+        parts: list[list[Any]] = []
+        spec = None
         for rows in self._chunks:
-            graph, outputs, spec = self._graph_of(
-                call, flat, rows, variant, moving.left_out() if moving else contextlib.nullcontext()
-            )
+            around = moving.left_out() if moving else contextlib.nullcontext()
+            graph, outputs, spec = self._graph_of(call, flat, rows, variant, around, leaving)
             graph.moving = moving
             call.graphs.append(graph)
             parts.append(outputs)
@@ -273,25 +293,28 @@ class StepRunner:
         rows: slice,
         variant: Variant,
         around: contextlib.AbstractContextManager[Any],
+        leaving: int | None = None,
     ) -> tuple[ChunkGraph, list[Any], pytree.TreeSpec]:
         """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights.
 
-        Returns the graph, which does not hold the outputs; output leaves; and their structure.
+        Args:
+            leaving: Position of an argument that the graph must not hold.
+
+        Returns:
+            The graph, and the layer's output leaves with their structure.
         """
         unit = self._units[call.layer]
         weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
         for position in call.trained:
-            leaves[position] = leaves[position].detach().requires_grad_()
+            leaf = leaves[position].detach()
+            leaves[position] = entrance(leaf) if position == leaving else leaf.requires_grad_()
         args, kwargs = call.arguments.unflatten(leaves)
         with torch.enable_grad(), around:
             outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
         trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        ends = [
-            get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
-            for output in outputs
-        ]
-        return ChunkGraph(ends, [leaves[position] for position in call.trained], trained), outputs, spec
+        inputs = [get_gradient_edge(leaves[position]) for position in call.trained]
+        return ChunkGraph([_edge_of(output) for output in outputs], inputs, trained), outputs, spec
 
     # ---------------------------------------------------------------- head
 
@@ -354,7 +377,8 @@ class StepRunner:
             calls = tape.calls[start : start + segment]
             self._recompute_inputs(calls)
             for call in reversed(calls):
-                self._backward_layer(call, tape)
+                with self._streams.traced("backward", call.layer):
+                    self._backward_layer(call, tape)
         self._collect(edges.embedding)
         self._gradients.send_edge(self.shell.structure.embedding)
 
@@ -363,6 +387,7 @@ class StepRunner:
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
+        self._stop_if_asked()
         self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
         total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))
@@ -371,14 +396,14 @@ class StepRunner:
             if call.graphs:
                 graph, call.graphs[number] = call.graphs[number], _DONE
                 if graph.moving is not None:
-                    graph.moving.now = flat
+                    graph.moving.now = {"weights": flat, **self._returned_input(call)}
             else:
                 kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
-                    graph = self._graph_of(call, flat, rows, "recompute", kept)[0]
+                    graph, _, _ = self._graph_of(call, flat, rows, "recompute", kept)
             d_outputs = self._output_gradients(call, rows)
-            used = [(end, g) for end, g in zip(graph.ends, d_outputs, strict=True) if end is not None and g is not None]
-            found = _grad([end for end, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
+            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if o is not None and g is not None]
+            found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
             total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
                 input_parts[position].append(gradient)
@@ -399,14 +424,25 @@ class StepRunner:
                 self._leaf_cache[key] = leaves
         return leaves
 
+    def _leaving_input(self, call: LayerCall) -> int | None:
+        """Position of the argument that waits on the host for the backward, if the layer is one that has such: the first one
+        that is an earlier layer's output, its hidden states."""
+        if call.layer not in self._inputs.layers or not call.sources:
+            return None
+        position = next(iter(call.sources))
+        return position if call.arguments.leaves[position].is_contiguous() else None
+
     def _offload(self, call: LayerCall) -> None:
-        """Send a recomputed layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
-        if call.layer not in self._inputs.layers or call.graphs:
-            return
-        for position in call.sources:
+        """Send the layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
+        position = self._leaving_input(call)
+        if position is not None:
             self._inputs.put(call.layer, call.arguments.leaves[position])
             call.arguments.leaves[position] = None
-            return  # an offloaded layer has one input that is an earlier layer's output: its hidden states
+
+    def _returned_input(self, call: LayerCall) -> dict[str, torch.Tensor]:
+        """The input that has come back from the host, by its name among what moves."""
+        position = next(iter(call.sources), None)
+        return {} if position is None else {"input": call.arguments.leaves[position].detach()}
 
     def _bring_back(self, call: LayerCall, tape: Tape) -> None:
         """Put an offloaded input back in its place and start the next one's way."""
@@ -420,7 +456,7 @@ class StepRunner:
         """Compute again the inputs that a segment dropped, from the one it kept."""
         for call, following in zip(calls, calls[1:], strict=False):
             states = call.random_states[0] if call.random_states else randomness.capture(self._streams.device)
-            with randomness.replayed(self._streams.device, states):
+            with randomness.replayed(self._streams.device, states), self._streams.traced("recompute", call.layer):
                 outputs, _ = self._forward_layer(call.layer, call.arguments, None)
             for position, source in following.sources.items():
                 if following.arguments.leaves[position] is None:
@@ -519,12 +555,18 @@ _DONE = ChunkGraph([], [], {})
 """Stands in the list for a graph whose backward has begun, so that nothing but the backward holds its activations."""
 
 
+def _edge_of(output: Any) -> GradientEdge | None:
+    """Where a layer output's gradient enters the layer's graph."""
+    return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+
+
 def _grad(
-    ends: list[GradientEdge], inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge | torch.Tensor], gradients: list[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    if not ends:
+    if not outputs:
         return [None] * len(inputs)
-    return torch.autograd.grad(ends, inputs, gradients, allow_unused=True)
+    # A list of edges and tensors is not foreseen by the signature, but is by the function.
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # type: ignore[call-overload]
 
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:

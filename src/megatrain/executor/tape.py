@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors
 from megatrain.models.templates import Kept
 
 
@@ -54,20 +54,19 @@ class Source:
 
 @dataclass
 class ChunkGraph:
-    """A layer's computation on one chunk, with autograd.
+    """A layer's computation on one chunk, with autograd. See [Note: what a waiting graph holds] in saved.py.
 
     Attributes:
-        ends: Where the gradients of the output leaves enter the graph, None for an output that has none. Not the outputs
-            themselves, whose memory may be needed before the backward.
-        inputs: The argument leaves that need a gradient, in the order of `LayerCall.trained`.
+        outputs: Roots: one for each output leaf of the layer, None where it has no gradient.
+        inputs: Of the argument leaves that need a gradient, in the order of `LayerCall.trained`.
         weights: The parameters that need a gradient, by layout name.
-        moving: Where the weights are, if the graph must find them at another address than where it was made.
+        moving: What the graph must find at another address than where it was made.
     """
 
-    ends: list[GradientEdge | None]
-    inputs: list[torch.Tensor]
+    outputs: list[GradientEdge | None]
+    inputs: list[GradientEdge]
     weights: dict[str, torch.Tensor]
-    moving: MovingWeights | None = None
+    moving: MovingTensors | None = None
 
 
 @dataclass

@@ -64,6 +64,11 @@ def probe(device: str | torch.device = "auto", *, cache: bool = True, disk_folde
     return machine
 
 
+def known_machine(device: str | torch.device) -> Machine | None:
+    """The figures of an earlier `probe` on this hardware, None where there was none. Measures nothing."""
+    return _cached(cache_file(gpu_of(device)))
+
+
 def measure(gpu: torch.device | None, disk_folder: Path, *, scale: float = 1.0) -> Machine:
     """Measure everything, whatever is cached.
 
@@ -329,6 +334,26 @@ def device_seconds(run: Callable[[], object], device: torch.device, repeat: int 
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def sustained_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Mean seconds of a call that is made `times` times back to back, after two that do not count: at the clock that the
+    device can hold, where `device_seconds` sees the one of a short burst."""
+
+    def all_of_them() -> None:
+        for _ in range(times):
+            run()
+
+    run()
+    run()
+    if device.type != "cuda":
+        return seconds_of(all_of_them, 1) / times
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    all_of_them()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
 
 
 # ---------------------------------------------------------------------------------------------------------------------

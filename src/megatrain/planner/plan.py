@@ -17,8 +17,9 @@ from megatrain.planner.search import Search
 from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
 
-DEVICE_FRACTION = 0.95
-"""Of the device's memory; the rest is for the allocator's gaps and for what the formulas do not see."""
+DEVICE_FRACTION = 0.92
+"""Of the device's memory, unless `memory.device_fraction` says otherwise; the rest is for the allocator's gaps and for what the
+formulas do not see."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,17 @@ class Plan:
         }  # fmt: skip
 
 
-def caps_for(machine: Machine, *, host_gib: float | None = None, device_gib: float | None = None) -> Caps:
-    """What a run may use: what the machine has or the user's caps, whichever is less; `DEVICE_FRACTION` of the device."""
+def caps_for(
+    machine: Machine,
+    *,
+    host_gib: float | None = None,
+    device_gib: float | None = None,
+    device_fraction: float = DEVICE_FRACTION,
+) -> Caps:
+    """What a run may use: what the machine has or the user's caps, whichever is less; `device_fraction` of the device."""
     host = machine.host_gib if host_gib is None else min(machine.host_gib, host_gib)
     device = machine.device_gib if device_gib is None else min(machine.device_gib, device_gib)
-    return Caps(int(host * GIB), int(device * GIB * DEVICE_FRACTION))
+    return Caps(int(host * GIB), int(device * GIB * device_fraction))
 
 
 def plan(

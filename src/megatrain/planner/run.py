@@ -35,10 +35,10 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
     config = load_model_config(folder, run.model.trust_remote_code)
     if machine_file is not None:
         machine = load_machine(machine_file)
-        caps = _capped(caps_for(machine), run)
+        caps = _capped(caps_for(machine, device_fraction=run.memory.device_fraction), run)
     else:
         machine = _this_machine(run)
-        caps = _capped(available_caps(machine), run)
+        caps = _capped(available_caps(machine, run.memory.device_fraction), run)
     return plan_config(config, run, machine, caps, folder.name, total_steps)
 
 
@@ -117,19 +117,22 @@ def options_of(run: RunConfig) -> Options:
     )
 
 
-def available_caps(machine: Machine) -> Caps:
+def available_caps(machine: Machine, device_fraction: float = DEVICE_FRACTION) -> Caps:
     """What this process can still take of this machine: free device memory, and free host memory within container limits."""
     import torch
 
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else int(machine.device_gib * GIB)
-    return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * DEVICE_FRACTION))
+    return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * device_fraction))
 
 
 def _capped(caps: Caps, run: RunConfig) -> Caps:
-    host, device = run.memory.host_gib, run.memory.device_gib
+    memory = run.memory
+    left = caps.host_bytes - int(memory.host_reserve_gib * GIB)
     return Caps(
-        caps.host_bytes if host == "auto" else min(caps.host_bytes, int(host * GIB)),
-        caps.device_bytes if device == "auto" else min(caps.device_bytes, int(device * GIB * DEVICE_FRACTION)),
+        left if memory.host_gib == "auto" else min(left, int(memory.host_gib * GIB)),
+        caps.device_bytes
+        if memory.device_gib == "auto"
+        else min(caps.device_bytes, int(memory.device_gib * GIB * memory.device_fraction)),
     )
 
 

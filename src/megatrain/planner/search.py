@@ -1,7 +1,7 @@
 """The search: the fastest predicted step that fits. Small, because what can be decided by rule is decided by rule.
 
 Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these
-the rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with
+the rest follows: layer inputs are offloaded as far as they must be, or all of them; and device memory that is left is filled with
 activations, first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back
 first. Where rows are so long that MLPs are computed in chunks of tokens, attention is most of the work, and what is kept is what
 attention gave. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where
@@ -117,7 +117,7 @@ class Search:
     @property
     def _may_offload(self) -> bool:
         options = self.options
-        return options.offload != "off" and options.segment == 1 and options.policy in ("auto", "recompute")
+        return options.offload != "off" and options.segment == 1
 
     @property
     def _may_reside(self) -> bool:
@@ -125,9 +125,14 @@ class Search:
 
     def _with_residents(self, layers: int, windows: int) -> Iterator[Candidate]:
         for base in self._bases(layers, windows):
-            choice = self._filled(base)
-            if choice is not None:
-                yield Candidate(choice, simulate(self.shape, self.machine, self.step, self.options, choice))
+            filled = self._filled(base)
+            if filled is None:
+                continue
+            yield Candidate(filled, simulate(self.shape, self.machine, self.step, self.options, filled))
+            if self._may_offload and not filled.offloaded and set(filled.policies) != {"keep"}:
+                lighter = self._filled(replace(base, offloaded=self.shape.depth))
+                if lighter is not None:
+                    yield Candidate(lighter, simulate(self.shape, self.machine, self.step, self.options, lighter))
 
     def _bases(self, layers: int, windows: int) -> Iterator[Choice]:
         """Every way to cut the step and to place the edges, with nothing kept beside what the user asked to keep."""
@@ -221,11 +226,8 @@ class Search:
         return with_kept(most)
 
     def _offloaded(self, base: Choice) -> Choice | None:
-        """The base with as many offloaded inputs as the device needs, None if that is not enough; the host is not asked.
-
-        Recomputed layers come first; the inputs of others stay, because their autograd graphs hold them.
-        """
-        layers = sum(policy == "recompute" for policy in base.policies)
+        """The base with as many offloaded inputs as the device needs, None if that is not enough; the host is not asked."""
+        layers = self.shape.depth
         if not self._may_offload or not self._fits(replace(base, offloaded=layers)):
             return None
         if self.options.offload == "on":
