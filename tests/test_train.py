@@ -234,7 +234,7 @@ def test_resuming_with_other_data_is_refused_unless_allowed(files: Path, tmp_pat
         train(run, resume="auto", engine=CountingEngine())
     assert "--allow-changes" in str(caught.value)
     assert [record.step for record in records(run)] == [1, 2, 3, 4], "nothing was touched"
-    train(run, resume="auto", allow_changes=True, engine=CountingEngine())
+    train(run, resume="auto", allow_changes=("data",), engine=CountingEngine())
     assert "data (checksum of the samples)" in log_of(run)
     assert "allowed" in log_of(run)
     assert [record.step for record in records(run)] == [1, 2, 3, 4, 5, 6]

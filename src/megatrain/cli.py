@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from megatrain.config.schema import ChangeName
 from megatrain.errors import MegatrainError, UserError
 from megatrain.stop import INTERRUPTED
 
@@ -63,7 +65,7 @@ def _run(words: list[str]) -> int:
         case "check":
             from megatrain.check import check
 
-            check(run, resume=arguments.resume)
+            check(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "plan":
             from megatrain.planner.report import plan_json, plan_text
             from megatrain.planner.run import plan_run
@@ -233,11 +235,14 @@ def _parser() -> argparse.ArgumentParser:
             help="auto: go on from the newest complete checkpoint, or start if there is none; latest: go on or fail; "
             "or a checkpoint's folder",
         )
-    train.add_argument(
-        "--allow-changes",
-        action="store_true",
-        help="with --resume: go on although data, tokens per step or past learning rates differ from the checkpoint's",
-    )
+        command.add_argument(
+            "--allow-changes",
+            metavar="NAME,...",
+            type=_changes,
+            default=(),
+            help="with --resume: go on although these differ from the checkpoint's run: data, batch (tokens per step), seed, "
+            "schedule (past learning rates), optim, precision",
+        )
     evaluate = _command(commands, "eval", "loss and perplexity on the held-out data (data.val)")
     evaluate.add_argument(
         "--checkpoint",
@@ -281,6 +286,13 @@ def _positive(word: str) -> int:
     if not word.isdigit() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"should be a number from 1, found {word!r}")
     return int(word)
+
+
+def _changes(word: str) -> tuple[ChangeName, ...]:
+    known: tuple[ChangeName, ...] = get_args(ChangeName)
+    if unknown := [name for name in word.split(",") if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return tuple(name for name in known if name in word.split(","))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatrain.check import check, open_tokenizer
+from megatrain.check import check
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
 from megatrain.data.load import OpenedData, open_data
-from megatrain.errors import UserError
+from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.preflight import preflight_data, preflight_model, refuse_unwritable
 
 STREAM_TOKENS, LEAST_TOKENS = 2048, 512
 MOST_STEP_TOKENS, WANTED_STEPS = 262_144, 50
@@ -71,9 +72,15 @@ def init_config(model: str, data: Sequence[str], out: Path) -> RunConfig:
     quiet_libraries()
     with RunLogger() as log:
         draft = _draft(model, data, 1, None)
-        tokenizer, vocab_size, positions = open_tokenizer(draft)
-        opened = open_data(draft.data, tokenizer, vocab_size=vocab_size, log=log.info)
-        lengths = _lengths(opened, positions)
+        problems = Problems()
+        with problems.collect():
+            refuse_unwritable(out.parent, "give another place: --out")
+        files = preflight_model(draft, problems)
+        preflight_data(draft, problems, files)
+        problems.raise_all()
+        assert files is not None, "the model could not be opened without a problem"
+        opened = open_data(draft.data, files.tokenizer, vocab_size=files.vocab_size, log=log.info)
+        lengths = _lengths(opened, files.positions)
         rows = choose_rows(lengths)
         text = _text(model, data, opened, lengths, rows, out, has_weights=_has_weights(draft))
         try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from megatrain.check import Prepared, make_engine, prepare
-from megatrain.checkpoint.reader import latest_complete, saved_extra
+from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
-from megatrain.config.schema import RunConfig
+from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
 from megatrain.errors import MegatrainError, NumericStop
 from megatrain.evaluate import EvalSummary, evaluate
@@ -35,7 +35,7 @@ from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
-from megatrain.resume import PastRates, changes, content_crc32, differences, refuse_changes, schedule_settings
+from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
 from megatrain.saves import RunSaves
 from megatrain.stop import StopSignals
@@ -76,14 +76,14 @@ class TrainSummary:
 
 
 def train(
-    run: RunConfig, *, resume: str | None = None, allow_changes: bool = False, engine: Any = None
+    run: RunConfig, *, resume: str | None = None, allow_changes: Collection[ChangeName] = (), engine: Any = None
 ) -> TrainSummary:
     """Train as the config says.
 
     Args:
         run: The config; see `load_config`.
         resume: None starts anew, in an empty or missing folder. "auto", "latest" or a checkpoint's path go on.
-        allow_changes: Go on although data, tokens per step or past learning rates differ; as `run.allow_changes`.
+        allow_changes: What may differ from the checkpoint's run, beside `run.allow_changes`.
         engine: Use this engine instead of making one from `run`; it is not closed.
 
     Raises:
@@ -99,14 +99,11 @@ def train(
         return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
     with StopSignals() as stop, RunLogger() as log:
         folder = RunFolder(run.run.dir)
-        prepared = prepare(run, resume=resume, log=log.info)
-        past = Past.of(prepared, allow_changes or run.run.allow_changes)
+        prepared = prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
         if stop:
             log.info(f"stopped by {stop.requested} before the first step")
-            total = prepared.total_steps
-            return TrainSummary(
-                folder.path, past.step, total, None, None, None, None, prepared.start_from, stop.requested
-            )
+            total, step = prepared.total_steps, prepared.past.step
+            return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
         folder.create()
         log.open_folder(folder.path)
         folder.tidy()
@@ -114,7 +111,7 @@ def train(
             if folder.taken(signal):
                 log.info(f"the file {signal} in {folder.path} is from before the start; removed")
         with errors_into_log(log), engine_for(prepared, engine) as running:
-            return Loop(prepared, past, running, folder, log, stop).run()
+            return Loop(prepared, running, folder, log, stop).run()
 
 
 @contextmanager
@@ -145,45 +142,6 @@ def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
         engine.close()
 
 
-@dataclass(frozen=True)
-class Past:
-    """What the checkpoint that a run starts from says of the run so far. See [Note: what a checkpoint remembers of its run].
-
-    Attributes:
-        step: The last step taken.
-        data_offset, rollbacks: See [Note: what a step number means].
-        data, schedule: What this run's checkpoints will say.
-    """
-
-    step: int
-    data_offset: int
-    rollbacks: int
-    data: dict[str, Any]
-    schedule: dict[str, Any]
-
-    @classmethod
-    def of(cls, prepared: Prepared, allow_changes: bool) -> Past:
-        """Read before anything large is.
-
-        Raises:
-            UserError: The checkpoint is damaged, not a run's, or of a run that differs in what matters.
-        """
-        data = {**prepared.fingerprint, "content": content_crc32(prepared.loader.rows)}
-        schedule = schedule_settings(prepared.run, prepared.total_steps)
-        if prepared.start_from is None:
-            return cls(0, 0, 0, data, schedule)
-        then = saved_extra(prepared.start_from)
-        found = changes(then, data, schedule, prepared.learning_rate_at)
-        if not allow_changes:
-            refuse_changes(found, prepared.start_from)
-        for change in found:
-            logger.warning("%s: allowed", change)
-        if not found:
-            for change in differences(then, schedule):
-                logger.info("%s; the learning rates so far are the same", change)
-        return cls(int(then["step"]), then.get("data_offset", 0), then.get("rollbacks", 0), data, schedule)
-
-
 class Stop(Protocol):
     """Whether the run is asked to end, and by what."""
 
@@ -200,7 +158,6 @@ class Loop:
     def __init__(
         self,
         prepared: Prepared,
-        past: Past,
         engine: Any,
         folder: RunFolder,
         log: RunLogger,
@@ -210,7 +167,8 @@ class Loop:
         self.log, self.stop = log, stop
         self.loader, self.val = prepared.loader, prepared.val
         self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
-        self.past, self.step, self.data_offset, self.rollbacks = past, past.step, past.data_offset, past.rollbacks
+        past = self.past = prepared.past
+        self.step, self.data_offset, self.rollbacks = past.step, past.data_offset, past.rollbacks
         self.rates = PastRates(self.learning_rate_at, self.step)
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
@@ -262,7 +220,7 @@ class Loop:
         if self.step >= self.total_steps:
             self.log.info(
                 f"nothing is left to do: all {self.total_steps} steps were taken; to go on, raise schedule.steps or "
-                "schedule.epochs (with --allow-changes where that changes learning rates of steps already taken)"
+                "schedule.epochs (with --allow-changes schedule where that changes learning rates of steps already taken)"
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
         with _Prefetcher(self.loader, first, end) as batches:
@@ -410,11 +368,10 @@ class Loop:
         """See [Note: what a checkpoint remembers of its run]."""
         self.rates.extend_to(self.step)
         return {
+            **self.past.remembered,
             "step": self.step,
-            "data": self.past.data,
             "data_offset": self.data_offset,
             "rollbacks": self.rollbacks,
-            "schedule": self.past.schedule,
             "past_rates_crc32": self.rates.crc32,
         }
 

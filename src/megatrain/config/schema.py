@@ -49,6 +49,9 @@ PositiveInt = Annotated[Int, Field(gt=0)]
 GiB = Annotated[Literal["auto"] | float, BeforeValidator(_gib)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 
+ChangeName = Literal["data", "batch", "seed", "schedule", "optim", "precision"]
+"""What may be allowed to differ between a checkpoint's run and the one that goes on from it; see resume.py."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -377,9 +380,10 @@ class RunSection(Section):
         "with the data behind it",
     )
     max_rollbacks: PositiveInt = Field(default=3, description="most rollbacks of a run; then it ends as with stop")
-    allow_changes: StrictBool = Field(
-        default=False,
-        description="go on although data, tokens per step or past learning rates differ from the checkpoint's",
+    allow_changes: tuple[ChangeName, ...] = Field(
+        default=(),
+        description="list of what may differ from the checkpoint's run when a run goes on: data, batch (tokens per step), "
+        "seed, schedule (learning rates of steps already taken), optim, precision",
     )
 
 

@@ -98,12 +98,7 @@ def open_data(
     Raises:
         UserError: As `load_data`.
     """
-    if model_max_length is not None and data.max_tokens > model_max_length:
-        raise UserError(
-            f"rows of {data.max_tokens} tokens are longer than the {model_max_length} positions of the model",
-            where="data.max_tokens",
-            remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
-        )
+    check_row_length(data.max_tokens, model_max_length)
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "megatrain" / "tokens"
     encoder = Encoder(tokenizer)
     renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
@@ -132,6 +127,20 @@ def open_data(
         val_parts = [Part(source, store, _all(store)) for source, store in val]
         _warn_of_shared(train, val, log)
     return OpenedData(tuple(train_parts), tuple(val_parts), encoder.pad)
+
+
+def check_row_length(max_tokens: int, model_max_length: int | None) -> None:
+    """Raise if rows are longer than the model's positions (None: it has no limit).
+
+    Raises:
+        UserError: Names both lengths.
+    """
+    if model_max_length is not None and max_tokens > model_max_length:
+        raise UserError(
+            f"rows of {max_tokens} tokens are longer than the {model_max_length} positions of the model",
+            where="data.max_tokens",
+            remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
+        )
 
 
 def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[PackedRows, PackedRows | None]:
