@@ -363,6 +363,55 @@ def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFi
         assert word in text
 
 
+@pytest.mark.parametrize("command", ["check", "train", "data"])
+def test_all_cheap_problems_are_said_before_any_slow_work(
+    command: str, own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong path must not wait for a tokenised data set, nor for a look at the model."""
+    for slow in ("data.load.open_data", "models.build.build_meta_model", "executor.gate.verify_family"):
+        monkeypatch.setattr(f"megatrain.{slow}", lambda *_, slow=slow, **__: pytest.fail(f"{slow} was begun"))
+    (own_files / "a file").touch()
+    words = {
+        "--data.train": f"[{own_files}/texts.jsonl, {own_files}/text.jsonl]",
+        "--data.val": f"{own_files}/held-out.jsonl",
+        "--data.chat_template": str(own_files / "model"),
+        "--data.cache_dir": str(own_files / "a file" / "cache"),
+    }
+    said = ["data.train[1].path", "data.val.sources[0].path", "model is a folder", "a file: is a file, not a folder"]
+    if command != "data":
+        used_folder(own_files)
+        words |= {"--schedule.warmup_steps": "9", "--run.device": "cuda"}
+        said += ["is not empty", "a warm-up of 9 steps", "no CUDA device"][: 2 if torch.cuda.is_available() else 3]
+    assert main([command, str(own_files / "run.yaml"), *(word for pair in words.items() for word in pair)]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {len(said)} problems")
+    for word in said:
+        assert word in text
+
+
+def test_a_changed_run_is_refused_before_the_data_are_read(
+    own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml = str(own_files / "run.yaml")
+    assert main(["train", yaml, "--schedule.steps=1"]) == 0
+    monkeypatch.setattr("megatrain.data.load.open_data", lambda *_, **__: pytest.fail("the data were read"))
+    for command in ("check", "train"):
+        assert main([command, yaml, "--resume=auto", "--optim.eps=1e-6", "--run.seed=2"]) == 2
+        assert "--allow-changes seed,optim" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", yaml, "--resume=auto", "--allow-changes", "data,optimizer"])
+    assert "'optimizer' is none of data, batch, seed, schedule, optim, precision" in capsys.readouterr().err
+
+
+def test_check_compares_shapes_by_the_headers_alone(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_file = own_files / "model" / "config.json"
+    config_file.write_text(config_file.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
+    assert main(["check", str(own_files / "run.yaml")]) == 2
+    text = capsys.readouterr().err
+    assert "has shape (48, 32) in the checkpoint, the config makes it (64, 32)" in text
+    assert "config.json and weights do not belong together" in text
+
+
 def test_check_writes_no_run_folder_and_says_what_a_run_is(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(own_files / "run.yaml")]) == 0
     assert not (own_files / "run").exists()

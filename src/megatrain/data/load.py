@@ -17,7 +17,7 @@ from megatrain.data.render import ChatRenderer
 from megatrain.data.rows import PackedRows, RowGroup
 from megatrain.data.settings import DataLike, SourceLike
 from megatrain.data.store import TokenStore
-from megatrain.errors import UserError
+from megatrain.errors import Problems, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ def open_data(
     renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
     builder = Builder(encoder, renderer, cache, data.allow_rejects, log)
 
+    _look_at_all(builder, data)
     train = _open(builder, data.train, "data.train", vocab_size)
     fraction = data.val.fraction if data.val is not None else None
     if data.val is None:
@@ -151,6 +152,22 @@ def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[
     """
     train = _rows(data, opened.pad_id, opened.train, "train", seed, log)
     return train, _rows(data, opened.pad_id, opened.val, "val", seed, log) if opened.val else None
+
+
+def _look_at_all(builder: Builder, data: DataLike) -> None:
+    """Find what is wrong with any source before the first of several is tokenised, which may take long.
+
+    Raises:
+        UserError: All of it at once.
+    """
+    val = data.val.sources or () if data.val is not None else ()
+    named = [(source, f"data.train[{i}]") for i, source in enumerate(data.train)]
+    named += [(source, f"data.val.sources[{i}]") for i, source in enumerate(val)]
+    problems = Problems()
+    for source, where in named if len(named) > 1 else ():
+        with problems.collect():
+            builder.look(source, where)
+    problems.raise_all()
 
 
 def _open(
