@@ -154,9 +154,10 @@ BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in rang
         ("a0: &a0 [x]\n" + BOMB + GOOD, "stands for more than 100,000 values"),
         (GOOD.replace("texts.jsonl", "[" * 110 + "]" * 110), "is nested more than 100 levels deep"),
         (GOOD.replace("texts.jsonl", "[" * 3000 + "]" * 3000), "is nested too deeply"),
+        ("".join("  " * depth + "a:\n" for depth in range(1500)), "is nested too deeply"),
         (GOOD + "#" * (5 << 20), "too many for a config"),
     ],
-    ids=["nested aliases", "brackets", "many brackets", "a data file"],
+    ids=["nested aliases", "brackets", "many brackets", "indentation", "a data file"],
 )
 def test_a_short_text_cannot_take_all_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str

@@ -324,8 +324,8 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
         torch.float32: "fp32",
     }
     log(
-        f"model {files.folder}: {type(model).__name__}, {_count(structure.param_count)} parameters in {shape.layers} layers; "
-        f"computes in {short[dtype]} on {device}, fp32 master weights and moments"
+        f"model {files.folder}: {type(model).__name__}, {_count(structure.param_count)} parameters in "
+        f"{counted(shape.layers, 'layer')}; computes in {short[dtype]} on {device}, fp32 master weights and moments"
     )
     return _Model(shape=shape, compute_dtype=short[dtype], device="cuda" if device.type == "cuda" else "cpu")
 

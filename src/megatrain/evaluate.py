@@ -13,7 +13,7 @@ from megatrain.check import make_engine, prepare_eval
 from megatrain.checkpoint.reader import is_complete
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import StepLoader
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 
 if TYPE_CHECKING:
@@ -99,5 +99,5 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
             found = evaluate(engine, rows, rows_per_batch=run.rows_per_step)
         assert found is not None, "an evaluation that nobody stops ends"
         loss = "n/a" if found.loss is None else f"{found.loss:.4f}, perplexity {found.perplexity:.4g}"
-        log.info(f"validation loss {loss} over {found.tokens:,} tokens, {found.seconds:.1f} s")
+        log.info(f"validation loss {loss} over {counted(found.tokens, 'token')}, {found.seconds:.1f} s")
     return found

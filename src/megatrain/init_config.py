@@ -18,7 +18,7 @@ from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
 from megatrain.data.load import OpenedData, open_data
-from megatrain.errors import Problems, UserError
+from megatrain.errors import Problems, UserError, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.preflight import preflight_data, preflight_model, refuse_unwritable
 
@@ -176,7 +176,7 @@ def _text(
         lines.append("  init: random  # the folder has no weights: training starts from nothing")
     lines += ["", "data:", "  train:  # files, folders, globs; add weight: 0.5 to use half of a source in each epoch"]
     for path, part in zip(data, opened.train, strict=True):
-        lines += [f"    # {'; '.join(part.store.meta['readings'])}: {len(part.store):,} samples"]
+        lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
         lines += [f"    - path: {_quoted(path)}"]
     if fraction is None:
         lines.append("  val: null  # too few samples to hold some out: give a file of its own to measure progress")
@@ -186,7 +186,7 @@ def _text(
     if rows.too_long:
         share = rows.too_long / len(lengths.samples)
         lines.append(
-            f"  overflow: drop  # {rows.too_long:,} samples ({share:.1%}) are longer than the model's positions: "
+            f"  overflow: drop  # {counted(rows.too_long, 'sample')} ({share:.1%}) longer than the model's positions: "
             "drop | truncate | split | error"
         )
     lines.append(
@@ -198,7 +198,7 @@ def _text(
         "",
         "batch:",
         f"  tokens_per_step: {rows.tokens_per_step}  # tokens of one optimizer step, a multiple of data.max_tokens; "
-        f"about {steps:,} steps an epoch",
+        f"about {counted(steps, 'step')} an epoch",
         "",
         "optim:",
         f"  learning_rate: {'1e-5' if has_weights else '3e-4'}  # its peak; "

@@ -140,7 +140,7 @@ def marked(pieces: Sequence[Piece], *, colours: bool, marks: tuple[str, str]) ->
     text = Text()
     for piece in pieces:
         if piece.left_out:
-            text.append(f"\n... {piece.left_out:,} tokens left out ...\n", style="italic")
+            text.append(f"\n... {counted(piece.left_out, 'token')} left out ...\n", style="italic")
         elif colours:
             text.append(piece.text, style=TRAINED if piece.trained else MASKED)
         else:
@@ -178,7 +178,9 @@ def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
         for group in rows.groups:
             stats = group.stats
             filled = f", {stats.efficiency:.1%} filled" if group.padded else ""
-            log.info(f"  {group.name}: {stats.rows:,} rows{filled}, {stats.targets:,} trained; weight {group.weight:g}")
+            log.info(
+                f"  {group.name}: {counted(stats.rows, 'row')}{filled}, {stats.targets:,} trained; weight {group.weight:g}"
+            )
     loader = StepLoader(rows, run.rows_per_step, run.run.seed)
     log.info(
         f"an epoch: {counted(loader.rows_per_epoch, 'row')} in {counted(loader.steps_per_epoch, 'step')} of "

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.config.schema import ChangeName, RunConfig
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 
 if TYPE_CHECKING:
     from megatrain.data.loader import StepLoader
@@ -264,7 +264,11 @@ def changed_rates(
     if past is None or past == PastRates(rate_at, int(then["step"])).crc32:
         return []
     why = "; ".join(differences(then, schedule))
-    return [Change("schedule", f"the learning rates of the {then['step']} steps taken would have been others: {why}")]
+    return [
+        Change(
+            "schedule", f"the learning rates of the {counted(then['step'], 'step')} taken would have been others: {why}"
+        )
+    ]
 
 
 def changed_holdout(then: Mapping[str, Any], rows: PackedRows) -> list[Change]:
@@ -275,7 +279,10 @@ def changed_holdout(then: Mapping[str, Any], rows: PackedRows) -> list[Change]:
         return []
     what = "they do not measure the run's progress any more"
     return [
-        Change("data", f"{moved} of {len(held_out)} samples held out so far (data.val) would be trained now: {what}")
+        Change(
+            "data",
+            f"{moved:,} of {counted(len(held_out), 'sample')} held out so far (data.val) would be trained now: {what}",
+        )
     ]
 
 

@@ -29,7 +29,7 @@ from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
-from megatrain.errors import MegatrainError, NumericStop
+from megatrain.errors import MegatrainError, NumericStop, counted
 from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
@@ -186,6 +186,8 @@ class Loop:
             self._go_back(diverged)
         if self.stop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
+        else:
+            self._refuse_if_nothing_was_trained()
         if config.checkpoint.at_end or self.stop:
             self.saves.finish(self.step)
         self.saves.settle()
@@ -193,6 +195,21 @@ class Loop:
         if not self.stop:
             self.log.info(_last_words(summary, self.folder))
         return summary
+
+    def _refuse_if_nothing_was_trained(self) -> None:
+        """A run may be shorter than `max_bad_steps`: what it would save then are the weights that it began with.
+
+        Raises:
+            NumericStop: Every step of the run was skipped.
+        """
+        steps = [record for record in self.history if record.step > 0]
+        if steps and all(record.skipped for record in steps):
+            raise NumericStop(
+                f"nothing was trained: {'the only step was' if len(steps) == 1 else f'all {len(steps)} steps were'} skipped, "
+                f"the last because of: {steps[-1].skipped}\n"
+                "  -> look at the data (`megatrain data`), lower optim.learning_rate, or compute in another format "
+                "(precision.compute_dtype; fp16 needs some steps to find its loss scale)"
+            )
 
     def _write_config(self) -> None:
         _replace_text(self.folder.config, dump_config(self.run_config))
@@ -204,7 +221,7 @@ class Loop:
         with MetricsWriter(self.folder.metrics, self.step) as metrics, self._open_trackers() as self.trackers:
             if metrics.dropped:
                 self.log.info(
-                    f"metrics.jsonl: {metrics.dropped} records after step {self.step} removed; they come again"
+                    f"metrics.jsonl: {counted(metrics.dropped, 'record')} after step {self.step} removed; they come again"
                 )
             self.history = metrics.history
             try:
@@ -219,8 +236,8 @@ class Loop:
             self._record(metrics, self._with_validation(self._before_first_step()))
         if self.step >= self.total_steps:
             self.log.info(
-                f"nothing is left to do: all {self.total_steps} steps were taken; to go on, raise schedule.steps or "
-                "schedule.epochs (with --allow-changes schedule where that changes learning rates of steps already taken)"
+                f"nothing is left to do: {counted(self.step, 'step')} of {self.total_steps:,} taken; to go on, raise "
+                "schedule.steps or schedule.epochs (with --allow-changes schedule where that changes learning rates of steps already taken)"
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
         with _Prefetcher(self.loader, first, end) as batches:
@@ -449,11 +466,11 @@ def _last_words(summary: TrainSummary, folder: RunFolder) -> str:
     if validation and summary.val_step != summary.step:
         validation += f" (of step {summary.val_step})"
     where = f"checkpoint {summary.checkpoint}, picture {folder.plot}"
-    return "; ".join(part for part in (f"{summary.step} steps done", fall, validation, where) if part)
+    return "; ".join(part for part in (f"{counted(summary.step, 'step')} done", fall, validation, where) if part)
 
 
 def _why_it_stops(diverged: Divergence, target: Path | None, rollbacks: int, config: RunConfig) -> str:
-    again = f" after {rollbacks} rollbacks" if rollbacks else ""
+    again = f" after {counted(rollbacks, 'rollback')}" if rollbacks else ""
     return (
         f"{diverged.what}{again}\n"
         f"  -> the weights are good up to step {diverged.first_step - 1}; lower optim.learning_rate, look at the data, and go "

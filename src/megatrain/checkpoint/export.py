@@ -23,7 +23,7 @@ from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
 from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 from megatrain.host import planes as plane_math
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
@@ -193,11 +193,11 @@ def verify(given: str | Path, *, say: Say = logger.info) -> VerifySummary:
         lines = "\n".join(f"  {error.where}: {error.what}" for error in found)
         other = latest_complete(folder.parent, except_for=folder)
         raise UserError(
-            f"{len(found)} of {files} files are damaged:\n{lines}",
+            f"{len(found)} of {counted(files, 'file')} damaged:\n{lines}",
             str(folder),
             f"restore them, or go on from {other}" if other else "restore them, or take another checkpoint",
         )
-    say(f"{folder}: {files} files, {total_bytes:,} bytes, all checksums are right")
+    say(f"{folder}: {counted(files, 'file')}, {total_bytes:,} bytes, all checksums are right")
     return VerifySummary(folder, files, total_bytes)
 
 

@@ -10,6 +10,7 @@ file, so that a config can be copied into the run's folder and still mean the sa
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,7 +136,7 @@ def dump_config(run: RunConfig) -> str:
 
 
 MOST_BYTES = 4 << 20
-MOST_NODES, MOST_DEPTH = 100_000, 100
+MOST_NODES, MOST_DEPTH, MOST_BRACKETS = 100_000, 100, 300
 """Of a config: far more than one needs, far less than what a data file given by mistake or nested aliases come to."""
 
 
@@ -183,6 +184,9 @@ def _from_mapping(source: Mapping[str, Any]) -> _Document:
     return _Document(_plain(source), "config")
 
 
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
 class _TooMuch(Exception):
     """A YAML text that stands for more than a config can be."""
 
@@ -197,6 +201,10 @@ def _parsed(text: str) -> Any:
         _TooMuch: It stands for too much, or is nested too deeply.
         YAMLError: It is no YAML.
     """
+    # Of brackets the parser would take minutes to run out of stack. Those inside texts count too, which no config has so many of.
+    deepest = max(itertools.accumulate(_BRACKETS.get(character, 0) for character in text), default=0)
+    if deepest > MOST_BRACKETS:
+        raise _TooMuch("is nested too deeply")
     try:
         root = YAML(typ="rt").load(text)
     except RecursionError:

@@ -32,7 +32,7 @@ from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.settings import SourceLike
 from megatrain.data.sources import Record, find_files, is_text, read_records, split_text, unit_of
 from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 
 BATCH_CHARS = 1 << 20
 """Text tokenised at once: enough for the tokenizer's threads, little enough to hold."""
@@ -93,8 +93,8 @@ class Builder:
     def _report(self, source: SourceLike, store: TokenStore, cached: bool) -> None:
         meta = store.meta
         self.log(
-            f"{source.path}: {'; '.join(meta['readings'])}: {meta['rejects']['seen']:,} samples, "
-            f"{meta['tokens']:,} tokens, {meta['targets']:,} trained{' (from the cache)' if cached else ''}"
+            f"{source.path}: {'; '.join(meta['readings'])}: {counted(meta['rejects']['seen'], 'sample')}, "
+            f"{counted(meta['tokens'], 'token')}, {meta['targets']:,} trained{' (from the cache)' if cached else ''}"
         )
         for line in (*meta["notes"], *Rejects.from_json(meta["rejects"]).report()):
             self.log(f"{source.path}: {line}")
@@ -373,7 +373,11 @@ def _hash_of(content: bytes) -> int:
 
 def _nothing(path: str, rejects: Rejects) -> UserError:
     reasons = "".join(f"\n    {line}" for line in rejects.report())
-    what = f"none of {rejects.seen} samples can be used:{reasons}" if rejects.seen else "there are no samples in it"
+    what = (
+        f"none of {counted(rejects.seen, 'sample')} can be used:{reasons}"
+        if rejects.seen
+        else "there are no samples in it"
+    )
     return UserError(what, where=path, remedy="check that this is the right file, and its format")
 
 

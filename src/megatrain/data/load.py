@@ -17,7 +17,7 @@ from megatrain.data.render import ChatRenderer
 from megatrain.data.rows import PackedRows, RowGroup
 from megatrain.data.settings import DataLike, SourceLike
 from megatrain.data.store import TokenStore
-from megatrain.errors import Problems, UserError
+from megatrain.errors import Problems, UserError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def open_data(
             if not sum(len(part.chosen) for part in parts):
                 samples = sum(len(store) for _, store in train)
                 raise UserError(
-                    f"a fraction of {fraction} of {samples} samples leaves none for {name}",
+                    f"a fraction of {fraction} of {counted(samples, 'sample')} leaves none for {name}",
                     where="data.val.fraction",
                     remedy="choose another fraction, or give sources of their own (data.val.sources); a .txt file is one "
                     "sample, or with format: lines one for each line",
@@ -192,7 +192,9 @@ def _warn_of_shared(
     known = np.unique(np.concatenate([store.hashes for _, store in train]))
     for source, store in val:
         if shared := int(np.isin(store.hashes, known).sum()):
-            log(f"warning: {shared:,} of {len(store):,} samples of {source.path} are in the training data as well")
+            log(
+                f"warning: {shared:,} of {counted(len(store), 'sample')} of {source.path} are in the training data as well"
+            )
 
 
 def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: int, log: Log) -> PackedRows:
@@ -211,9 +213,16 @@ def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: i
             remedy="raise data.max_tokens, or use overflow: split",
         )
     stats = rows.stats
+    if stats.targets == 0:
+        raise UserError(
+            f"no token of {name} would be trained: its {counted(stats.samples, 'sample')} have {counted(stats.tokens, 'token')}, "
+            "and the first token of a document never is a target",
+            where="data.train" if name == "train" else "data.val",
+            remedy="check that this is the right file and its format; a document needs two tokens or more",
+        )
     filled = f" of {data.max_tokens} tokens, {stats.efficiency:.1%} filled" if data.packing else ", one sample each"
     log(
-        f"{name}: {stats.samples:,} samples in {stats.rows:,} rows{filled}; {stats.tokens:,} tokens, "
+        f"{name}: {counted(stats.samples, 'sample')} in {counted(stats.rows, 'row')}{filled}; {counted(stats.tokens, 'token')}, "
         f"{stats.targets:,} trained; longest {stats.longest:,}"
     )
     return rows
@@ -234,7 +243,8 @@ def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segmen
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
         log(
-            f"{part.source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}"
+            f"{part.source.path}: {counted(pieces.too_long, 'sample')} longer than {data.max_tokens} tokens: "
+            f"{data.overflow}{lost}"
         )
     return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
 
@@ -248,7 +258,9 @@ def _refuse_overflow(parts: Sequence[Part], max_tokens: int) -> None:
             continue
         at = int(np.argmax(lengths))
         longest = max(longest, (int(lengths[at]), part.store.place(int(part.chosen[at]))))
-        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} samples are longer than {max_tokens} tokens")
+        lines.append(
+            f"{part.source.path}: {long:,} of {counted(len(lengths), 'sample')} longer than {max_tokens} tokens"
+        )
     if lines:
         raise UserError(
             "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatrain.data.formats import ChatSample
 from megatrain.data.rejects import SampleRejected
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -71,7 +71,7 @@ class ChatRenderer:
     def take_notes(self) -> list[str]:
         """What was noticed since the last call, for people."""
         happened, self._happened = self._happened, Counter()
-        return [f"{self.name} {what} ({count:,} times)" for what, count in sorted(happened.items())]
+        return [f"{self.name} {what} ({counted(count, 'time')})" for what, count in sorted(happened.items())]
 
     @property
     def source(self) -> str:

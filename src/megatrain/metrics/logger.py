@@ -23,6 +23,7 @@ from typing import IO
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from megatrain.errors import counted
 from megatrain.metrics.record import StepRecord
 
 LINE_EVERY_S = 10.0
@@ -136,7 +137,7 @@ class RunLogger:
 
     def validation(self, record: StepRecord) -> None:
         assert record.val_loss is not None, f"the record of step {record.step} has no validation loss"
-        tokens = f"{record.val_tokens:,} tokens, {record.val_s:.1f} s"
+        tokens = f"{counted(record.val_tokens or 0, 'token')}, {record.val_s:.1f} s"
         self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
 
     def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
