@@ -71,7 +71,7 @@ def init_config(model: str, data: Sequence[str], out: Path) -> RunConfig:
         raise UserError("exists already", str(out), "give another name: --out NAME.yaml")
     quiet_libraries()
     with RunLogger() as log:
-        draft = _draft(model, data, 1, None)
+        draft = _draft(model, data, 2, None)
         problems = Problems()
         with problems.collect():
             refuse_unwritable(out.parent, "give another place: --out")

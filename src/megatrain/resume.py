@@ -281,7 +281,7 @@ def changed_holdout(then: Mapping[str, Any], rows: PackedRows) -> list[Change]:
     return [
         Change(
             "data",
-            f"{moved:,} of {counted(len(held_out), 'sample')} held out so far (data.val) would be trained now: {what}",
+            f"{moved:,} of {len(held_out):,} samples held out so far (data.val) would be trained now: {what}",
         )
     ]
 

@@ -237,7 +237,8 @@ class Loop:
         if self.step >= self.total_steps:
             self.log.info(
                 f"nothing is left to do: {counted(self.step, 'step')} of {self.total_steps:,} taken; to go on, raise "
-                "schedule.steps or schedule.epochs (with --allow-changes schedule where that changes learning rates of steps already taken)"
+                "schedule.steps or schedule.epochs (with --allow-changes schedule where that changes "
+                "learning rates of steps already taken)"
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
         with _Prefetcher(self.loader, first, end) as batches:

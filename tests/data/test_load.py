@@ -128,7 +128,7 @@ def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
 
 def test_a_fraction_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The dog. " * 100)
-    with pytest.raises(UserError, match=r"data.val.fraction: a fraction of 0.01 of 1 samples leaves none(?s:.*)lines"):
+    with pytest.raises(UserError, match=r"data.val.fraction: a fraction of 0.01 of 1 sample leaves none(?s:.*)lines"):
         _load(tmp_path, str(tmp_path / "a.txt"), val=ValSettings(fraction=0.01))
 
 

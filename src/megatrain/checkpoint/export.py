@@ -193,7 +193,7 @@ def verify(given: str | Path, *, say: Say = logger.info) -> VerifySummary:
         lines = "\n".join(f"  {error.where}: {error.what}" for error in found)
         other = latest_complete(folder.parent, except_for=folder)
         raise UserError(
-            f"{len(found)} of {counted(files, 'file')} damaged:\n{lines}",
+            f"{len(found)} of {files} files damaged:\n{lines}",
             str(folder),
             f"restore them, or go on from {other}" if other else "restore them, or take another checkpoint",
         )

@@ -373,11 +373,7 @@ def _hash_of(content: bytes) -> int:
 
 def _nothing(path: str, rejects: Rejects) -> UserError:
     reasons = "".join(f"\n    {line}" for line in rejects.report())
-    what = (
-        f"none of {counted(rejects.seen, 'sample')} can be used:{reasons}"
-        if rejects.seen
-        else "there are no samples in it"
-    )
+    what = f"none of {rejects.seen:,} samples can be used:{reasons}" if rejects.seen else "there are no samples in it"
     return UserError(what, where=path, remedy="check that this is the right file, and its format")
 
 

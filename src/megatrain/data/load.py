@@ -192,9 +192,7 @@ def _warn_of_shared(
     known = np.unique(np.concatenate([store.hashes for _, store in train]))
     for source, store in val:
         if shared := int(np.isin(store.hashes, known).sum()):
-            log(
-                f"warning: {shared:,} of {counted(len(store), 'sample')} of {source.path} are in the training data as well"
-            )
+            log(f"warning: {shared:,} of {len(store):,} samples of {source.path} are in the training data as well")
 
 
 def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: int, log: Log) -> PackedRows:
@@ -258,9 +256,7 @@ def _refuse_overflow(parts: Sequence[Part], max_tokens: int) -> None:
             continue
         at = int(np.argmax(lengths))
         longest = max(longest, (int(lengths[at]), part.store.place(int(part.chosen[at]))))
-        lines.append(
-            f"{part.source.path}: {long:,} of {counted(len(lengths), 'sample')} longer than {max_tokens} tokens"
-        )
+        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} samples longer than {max_tokens} tokens")
     if lines:
         raise UserError(
             "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",
