@@ -101,12 +101,19 @@ def test_the_caller_s_batch_is_not_changed() -> None:
             },
             "document_ids and attention_mask together",
         ),
+        ({"position_ids": torch.full((2, 6), -1)}, r"batch\['position_ids'\]\[0, 0\]: holds -1, which is negative"),
+        ({"position_ids": torch.arange(6).expand(2, 6) + 15}, r"\[0, 5\]: holds 20, beyond the model's 20 positions"),
+        ({"position_ids": torch.zeros(2, 6)}, r"batch\['position_ids'\]: is torch.float32"),
+        ({"attention_mask": torch.full((2, 6), 2)}, r"batch\['attention_mask'\]\[0, 0\]: holds 2, neither 0 nor 1"),
+        ({"attention_mask": torch.ones(2, 6, dtype=torch.bool)}, r"batch\['attention_mask'\]: is torch.bool"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)}, r"is torch.int64 \(2, 1, 6, 6\)"),
+        ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, r"batch\['attention_mask'\]\[1\]: hides every token"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_what_cannot_be_trained_on_is_refused_with_its_place(change: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
-        checked({**rows(), **change}, VOCABULARY)
+        checked({**rows(), **change}, VOCABULARY, 20)
     assert caught.value.where is not None
 
 

@@ -463,7 +463,9 @@ class MeshEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        checked, tokens = host_batches.checked(batch, self.config.get_text_config().vocab_size)
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        checked, tokens = host_batches.checked(batch, text.vocab_size, positions)
         return without_mask(checked), tokens
 
     def _exact(self) -> contextlib.AbstractContextManager[Any]:
