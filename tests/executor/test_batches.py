@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GPT2Config, LlamaConfig
 
 from megatrain.errors import UserError
-from megatrain.executor.batches import checked
+from megatrain.executor.batches import checked, most_positions
 
 VOCABULARY = 50
 
@@ -121,3 +122,8 @@ def test_what_cannot_be_trained_on_is_refused_with_its_place(change: dict[str, A
 def test_too_small_batches_are_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(UserError, match="at least one row of two tokens"):
         checked(rows(*shape), VOCABULARY)
+
+
+def test_only_a_table_of_positions_has_an_end() -> None:
+    assert most_positions(GPT2Config(n_positions=77)) == 77
+    assert most_positions(LlamaConfig(max_position_embeddings=77)) is None

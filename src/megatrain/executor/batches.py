@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -61,6 +62,13 @@ def checked(
     if "attention_mask" in tensors and "position_ids" in tensors and document_ids is not None:
         raise UserError("document_ids and attention_mask together", "batch", "make the padding a document of its own")
     return tensors, len(find_targets(tensors["labels"]))
+
+
+def most_positions(config: Any) -> int | None:
+    """The positions that a model has a table for; None where they are computed and go on as long as a row does."""
+    text = config.get_text_config()
+    computed = getattr(text, "rope_parameters", None) is not None
+    return None if computed else getattr(text, "max_position_embeddings", None)
 
 
 def is_packed(batch: Mapping[str, torch.Tensor]) -> bool:

@@ -614,9 +614,9 @@ class HostEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        text = self.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        checked, tokens = batches.checked(batch, text.vocab_size, positions)
+        checked, tokens = batches.checked(
+            batch, self.config.get_text_config().vocab_size, batches.most_positions(self.config)
+        )
         if self._packing_asks is not None and batches.is_packed(checked):
             attention, trust_remote_code = self._packing_asks
             verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)

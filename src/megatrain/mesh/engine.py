@@ -463,9 +463,9 @@ class MeshEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        text = self.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        checked, tokens = host_batches.checked(batch, text.vocab_size, positions)
+        checked, tokens = host_batches.checked(
+            batch, self.config.get_text_config().vocab_size, host_batches.most_positions(self.config)
+        )
         return without_mask(checked), tokens
 
     def _exact(self) -> contextlib.AbstractContextManager[Any]:
