@@ -166,7 +166,7 @@ def _text(
     fraction = choose_fraction([part.store.hashes for part in opened.train])
     steps = max(1, math.ceil(rows.tokens * (1 - (fraction or 0.0)) / rows.tokens_per_step))
     lines = [
-        "# A run of megatrain. `megatrain train --help` and docs/config.md explain every key.",
+        "# A run of megatrain. `megatrain train --help-all` and docs/config.md explain every key.",
         f"# Look at the data first: `megatrain data {out}`. Then: `megatrain train {out}`.",
         "",
         "model:",

@@ -49,9 +49,10 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
         "fp32: the exact masters"
     )
     assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == {
-        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja",
+        "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja",
         "README.md", "README.source.md",
     }  # fmt: skip
+    assert [p.name for p in out.glob("*.safetensors")] == ["model.safetensors"], "a small model is one file"
     card = (out / "README.md").read_text()
     assert card.startswith("---\n")
     for words in ("license: mit", "library_name: transformers", "| optimizer steps | 7 |", "| weights | float32 |"):
@@ -76,6 +77,35 @@ def test_a_bf16_source_is_exported_as_bf16(tmp_path: Path) -> None:
     assert {t.dtype for t in tensors(export(run, tmp_path / "out")).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_a_large_model_becomes_shards_of_a_size(family: str, tmp_path: Path) -> None:
+    """Units lie in several shards, types of two sizes in one; index and tensors are those of the single file."""
+    _, source, run = checkpoint(family, tmp_path)
+    limit = max(t.numel() * 2 for t in tensors(source).values()) * 2
+    words = ["--dtype=bf16", f"--max-shard-size={limit / 1000}KB"]
+    assert main(["export", str(run), str(tmp_path / "out"), *words]) == 0
+    whole = export(run, tmp_path / "whole", dtype="bf16")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        inside = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in inside)
+        assert sum(t.numel() * t.element_size() for t in inside.values()) <= limit
+    one, many = tensors(whole), tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in one.values())
+
+
+@pytest.mark.parametrize("word", ["5", "GB", "-1GB", "5 gigabytes", "0MB", "nanGB"])
+def test_a_size_that_is_none_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "run", "out", f"--max-shard-size={word}"])
+    assert "should be a size like 5GB" in capsys.readouterr().err
+
+
 def test_an_export_that_computes_something_else_is_refused_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,9 +120,9 @@ def test_an_export_that_computes_something_else_is_refused_and_removed(
         with pytest.raises(UserError, match="computes other logits"):
             export(run, tmp_path / "out")
     with monkeypatch.context() as patch:
-        write = module.FolderWriter.write_tensors
-        half = lambda self, name, parts: write(self, name, {k: t * 0.5 for k, t in parts.items()})  # noqa: E731
-        patch.setattr(module.FolderWriter, "write_tensors", half)
+        convert = module.to_checkpoint
+        half = lambda model, parts: {k: t * 0.5 for k, t in convert(model, parts).items()}  # noqa: E731
+        patch.setattr(module, "to_checkpoint", half)
         with pytest.raises(UserError, match="is not what was trained"):
             export(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "source"], "nothing is left"

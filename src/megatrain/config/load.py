@@ -12,7 +12,9 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -173,7 +175,7 @@ def _from_file(path: Path) -> _Document:
         raise UserError(
             f"should hold the sections model, data, batch, run, ...; found {found}",
             str(path),
-            "see `megatrain train --help` for all keys",
+            "see `megatrain train --help-all` for all keys",
         )
     document = _Document(_plain(root), str(path))
     document.lines.update(_lines(root))
@@ -488,17 +490,48 @@ def fields(model: type[BaseModel] = RunConfig, loc: Loc = ()) -> Iterator[tuple[
             yield from fields(inner, (*place, "N") if many else place)
 
 
-def describe_keys() -> str:
-    """All keys with type, default and meaning, in the order of the YAML, for `--help`."""
+MAIN_KEYS = frozenset(
+    (
+        "model.path data.train data.val data.max_tokens data.overflow data.train_on batch.tokens_per_step optim.learning_rate "
+        "optim.weight_decay schedule.warmup_ratio schedule.epochs schedule.steps eval.every_steps checkpoint.every_steps "
+        "checkpoint.keep run.dir run.seed"
+    ).split()
+)
+"""What a run usually sets: the short help."""
+_NAME_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 36, 72, 120
+
+
+def section_names() -> list[str]:
+    """The sections of a config, and `engine`, in the order of the YAML."""
+    return list(RunConfig.model_fields)
+
+
+def describe_keys(section: str | None = None, only: Collection[str] | None = None) -> str:
+    """Keys with type, meaning and default, grouped by section in the order of the YAML, for `--help`.
+
+    Args:
+        section: Those of one section; None: of all.
+        only: These alone, without the sections' headings.
+    """
     lines: list[str] = []
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH), _MOST_WIDTH)
     for loc, info in fields():
-        if len(loc) == 1 and info.description is None:
-            section = model_in(info.annotation)
-            assert section is not None, f"{loc} has neither description nor keys"
-            lines += ["", f"{loc[0]}: {(section.__doc__ or '').strip()}"]
+        name = ".".join(map(str, loc))
+        if section not in (None, loc[0]) or (only is not None and name not in only):
             continue
-        default = "" if info.is_required() else f" (default: {default_text(info)})"
-        lines.append(f"  --{'.'.join(map(str, loc))} {type_text(info)}{default}\n        {info.description}")
+        if len(loc) == 1 and info.description is None:
+            heading = model_in(info.annotation)
+            assert heading is not None, f"{name} has neither description nor keys"
+            lines += ["", f"{name}: {' '.join((heading.__doc__ or '').split())}"]
+            continue
+        default = "required" if info.is_required() else f"default: {default_text(info)}"
+        if len(loc) == 1 and only is None:
+            lines.append("")
+        option = f"  --{name} {type_text(info)}"
+        text = textwrap.wrap(f"{info.description} ({default})", width - _NAME_WIDTH)
+        if len(option) < _NAME_WIDTH:
+            option = option.ljust(_NAME_WIDTH) + text.pop(0)
+        lines += [option, *(" " * _NAME_WIDTH + line for line in text)]
     return "\n".join(lines)
 
 
