@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,20 @@ def test_a_chat_run_trains_only_the_answers(files: Path, tmp_path: Path) -> None
     assert run(files, tmp_path, "train", "--data.train", str(files / "chats.jsonl"), "--schedule.steps=2") == 0
     for record in read_records(tmp_path / "run" / "metrics.jsonl"):
         assert 0.3 < record.trained_tokens / record.processed_tokens < 0.7
+
+
+def test_eval_says_the_loss_of_each_source(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = f"[{files}/texts.jsonl, {files}/chats.jsonl]"
+    assert run(files, tmp_path, "eval", "--data.train", sources, "--data.val={fraction: 0.3}") == 0
+    out = capsys.readouterr().out
+    found = re.findall(r"(\w+)\.jsonl: loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens", out)
+    assert [name for name, _, _ in found] == ["texts", "chats"]
+    total = re.search(r"validation loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens", out)
+    assert total is not None
+    tokens = [int(count.replace(",", "")) for _, _, count in found]
+    assert sum(tokens) == int(total[2].replace(",", ""))
+    mean = sum(float(loss) * count for (_, loss, _), count in zip(found, tokens, strict=True)) / sum(tokens)
+    assert mean == pytest.approx(float(total[1]), abs=1e-3)
 
 
 # CASES 27: SIGTERM loses nothing.

@@ -42,11 +42,13 @@ def generate(
     from transformers import set_seed
 
     from megatrain.executor.settings import device_of
+    from megatrain.models.build import load_model_config
 
     quiet_libraries()
     answers: list[str] = []
     with RunLogger() as log:
         folder = _folder(given)
+        load_model_config(folder, trust_remote_code)  # says what is wrong with it in our words
         tokenizer = load_tokenizer(folder, trust_remote_code)
         chat = not plain and bool(tokenizer.chat_template)
         target = device_of(device)
@@ -88,9 +90,6 @@ def _load(folder: Path, device: Any, trust_remote_code: bool) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megatrain.models.build import load_model_config
-
-    load_model_config(folder, trust_remote_code)  # says what is wrong with it in our words
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -35,6 +35,7 @@ from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
+from megatrain.mfu import utilisation_of
 from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
 from megatrain.saves import RunSaves
@@ -169,6 +170,7 @@ class Loop:
         self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
         past = self.past = prepared.past
         self.step, self.data_offset, self.rollbacks = past.step, past.data_offset, past.rollbacks
+        self.utilisation = utilisation_of(self.run_config, prepared.model_folder)
         self.rates = PastRates(self.learning_rate_at, self.step)
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
@@ -286,7 +288,8 @@ class Loop:
 
         skipped, rows = result.skipped, self.loader.rows
         # padding is computed too, but it would make a speed out of nothing
-        processed = sum(group.row_length(own) for group, own in map(rows.locate, row_numbers))
+        documents = rows.document_lengths(row_numbers)
+        processed = int(documents.sum())
         if result.tokens == 0:
             places = ", ".join(place for row in row_numbers for place in rows.places(row))
             self.log.warning(f"step {self.step}: no target token in its samples, nothing was changed: {places}")
@@ -305,6 +308,7 @@ class Loop:
             split_s={name: seconds for name, seconds in result.seconds.items() if name != "step"},
             processed_tokens_per_s=processed / step_s,
             trained_tokens_per_s=result.tokens / step_s,
+            mfu=self.utilisation.mfu(documents, result.tokens, step_s) if self.utilisation is not None else None,
             skipped=skipped,
             skipped_steps=before + bool(skipped),
             **self._now(),

@@ -327,6 +327,15 @@ def device_seconds(run: Callable[[], object], device: torch.device, repeat: int 
     return statistics.median(times)
 
 
+def known(device: str | torch.device = "auto") -> Machine | None:
+    """This machine's figures if they were measured before; measures nothing.
+
+    Raises:
+        UserError: There is no such device.
+    """
+    return _cached(cache_file(gpu_of(device)))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Cache
 

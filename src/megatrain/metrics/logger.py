@@ -171,7 +171,10 @@ class _Handler(logging.Handler):
 
 
 def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
-    """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s (8.1k trained)  3.12 s (data 0.01)  ETA 0:14:58`"""
+    """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s (8.1k trained)  3.12 s (data 0.01)  ETA 0:14:58`
+
+    Where the MFU is known, it stands behind the tokens.
+    """
     width = len(str(total_steps))
     split_s = {**record.split_s, "data": record.data_wait_s}
     split = ", ".join(f"{name} {part_s:.2f}" for name, part_s in split_s.items() if part_s >= 0.005)
@@ -181,6 +184,7 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
         f"norm {_number(record.grad_norm, '.3g')}",
         f"lr {record.learning_rate:.2e}",
         f"{_thousands(record.processed_tokens_per_s)} tok/s ({_thousands(record.trained_tokens_per_s)} trained)",
+        *([f"MFU {record.mfu:.1%}"] if record.mfu is not None else []),
         f"{record.step_s:.2f} s ({split})" if split else f"{record.step_s:.2f} s",
         f"ETA {timedelta(seconds=round(left_s))}",
     ]
