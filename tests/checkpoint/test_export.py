@@ -15,7 +15,10 @@ from megatrain.checkpoint import export as module
 from megatrain.checkpoint.export import export, find_checkpoint, verify
 from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.cli import main
+from megatrain.config.load import dump_config, load_config
 from megatrain.errors import UserError
+from megatrain.metrics.record import MetricsWriter
+from step_records import record
 
 
 def checkpoint(family: str, tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[Hosted, Path, Path]:
@@ -57,6 +60,34 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
     assert card.startswith("---\n")
     for words in ("license: mit", "library_name: transformers", "| optimizer steps | 7 |", "| weights | float32 |"):
         assert words in card
+
+
+def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
+    _, _, run = checkpoint("llama", tmp_path)
+    settings = {
+        "model": {"path": "source"},
+        "data": {"train": ["a.jsonl", {"path": "b/", "weight": 0.5}], "max_tokens": 64, "val": {"fraction": 0.05}},
+        "batch": {"tokens_per_step": 64},
+        "run": {"dir": str(run)},
+    }
+    (run / "config.yaml").write_text(dump_config(load_config(settings)))
+    (run / "loss.png").write_bytes(b"a picture")
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        for step in range(1, 9):
+            metrics.write(record(step, loss=5.0 - step / 4, val_loss=2.0 if step == 6 else None))
+    out = export(run, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    assert (out / "loss.png").read_bytes() == b"a picture"
+    for words in (
+        "# run\n", "](loss.png)", "- `a.jsonl`\n- `b/`, weight 0.5\n- held out: 5.00% of the above",
+        "## Config\n\n```yaml\nmodel:\n  path: source\n", "| trained tokens | 21,000 |", "| training loss, first and last step | 4.7500, 3.2500 |",
+        "| validation loss, first and last | 2.0000, 2.0000 |", f"torch {torch.__version__}, transformers",
+    ):  # fmt: skip
+        assert words in card, words
+    (run / "config.yaml").write_text("of another version: true\n")
+    (run / "metrics.jsonl").write_text("damaged\nlines\n")
+    (run / "loss.png").unlink()
+    assert "## Data" not in (export(run, tmp_path / "less") / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

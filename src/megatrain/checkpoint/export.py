@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatrain import __version__
+from megatrain.checkpoint.card import CARD, CURVE, SOURCE_CARD, card_text, run_of
 from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
 from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CARD = "README.md"
-SOURCE_CARD = "README.source.md"
 TRIAL_TOKENS = 16
 SLACK_BYTES = 16 << 20
 SINGLE_FILE = "model.safetensors"
@@ -110,7 +107,11 @@ def export(
             folder.write_json("config.json", with_dtype(saved, str(target).removeprefix("torch.")))
             for name in rest:
                 folder.copy_file(SOURCE_CARD if name == CARD else name, source / name)
-            folder.write_bytes(CARD, _card(source, opened, saved, target).encode())
+            extra = opened.state.get("extra") or {}
+            folder.write_bytes(CARD, card_text(source, extra, opened.step, saved, target).encode())
+            run = run_of(source, opened.step)
+            if run is not None and run.curve is not None:
+                folder.copy_file(CURVE, run.curve)
             buffers = persistent_buffers(structure.model)
             described = [_described(unit, structure, buffers, target, keep_fp32) for unit in structure.units]
             _write_weights(folder, structure, units(), described, max_shard_bytes)
@@ -305,37 +306,3 @@ def plan_shards(tensors: Sequence[tuple[str, torch.Tensor]], max_shard_bytes: in
         shards[-1][key] = tensor
         room -= size
     return shards
-
-
-def _card(source: Path, opened: OpenCheckpoint, config: dict[str, Any], target: torch.dtype) -> str:
-    """The model card: what the Hugging Face hub reads, and what a person should know."""
-    base = str(config.get("_name_or_path") or "")
-    licence = ""
-    if (source / CARD).is_file():
-        found = re.search(r"^license:.*$", (source / CARD).read_text(encoding="utf-8"), re.MULTILINE)
-        licence = found[0] + "\n" if found else ""
-    front = "library_name: transformers\npipeline_tag: text-generation\n" + licence
-    front += f"base_model: {base}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else ""
-    extra = opened.state.get("extra") or {}
-    rows = {
-        "architecture": ", ".join(config.get("architectures") or []),
-        "weights": str(target).removeprefix("torch."),
-        "optimizer steps": str(extra.get("step", opened.step)),
-        **{name: str(value) for name, value in (extra.get("schedule") or {}).items() if value is not None},
-        **({"rows per step": str(extra["data"].get("rows_per_step"))} if "data" in extra else {}),
-        **({"tokens per row": str(extra["data"].get("max_tokens"))} if "data" in extra else {}),
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    source_card = (
-        f"\nThe card of the model that training began with is in `{SOURCE_CARD}`.\n"
-        if (source / CARD).is_file()
-        else ""
-    )
-    return (
-        f"---\n{front}---\n\n# {source.resolve().parent.parent.name or source.name}\n\n"
-        f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{source.name}`.\n"
-        f"{source_card}\n| | |\n|---|---|\n{table}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```\n'
-    )
