@@ -80,7 +80,8 @@ def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
     assert (out / "loss.png").read_bytes() == b"a picture"
     for words in (
         "# run\n", "](loss.png)", "- `a.jsonl`\n- `b/`, weight 0.5\n- held out: 5.00% of the above",
-        "## Config\n\n```yaml\nmodel:\n  path: source\n", "| trained tokens | 21,000 |", "| training loss, first and last step | 4.7500, 3.2500 |",
+        "## Config\n\n```yaml\nmodel:\n  path: source\n", "| trained tokens | 21,000 |",
+        "| training loss, first and last step | 4.7500, 3.2500 |",
         "| validation loss, first and last | 2.0000, 2.0000 |", f"torch {torch.__version__}, transformers",
     ):  # fmt: skip
         assert words in card, words
