@@ -293,6 +293,14 @@ def long_warm_up(folder: Path) -> list[str]:
     return ["--schedule.warmup_steps=4"]
 
 
+def many_threads(folder: Path) -> list[str]:
+    return ["--run.threads=99999"]
+
+
+def mesh_settings(folder: Path) -> list[str]:
+    return ["--parallel.tensor=2", "--parallel.schedule=zbv"]
+
+
 def no_such_parameter(folder: Path) -> list[str]:
     return ["--optim.groups", "[{pattern: lora_A}]"]
 
@@ -326,6 +334,12 @@ BAD = [
     Bad(used_folder, 2, ["is not empty", "--resume auto"]),
     Bad(nothing_to_resume, 2, ["no complete checkpoint"]),
     Bad(long_warm_up, 2, ["a warm-up of 4 steps does not fit into a run of 4"]),
+    Bad(many_threads, 2, ["run.threads: 99999 threads are more than"]),
+    Bad(
+        mesh_settings,
+        2,
+        ["parallel.tensor: is a setting of the mesh engine", "parallel.schedule: is a", "engine: mesh"],
+    ),
     Bad(no_such_parameter, 2, ["no parameter matches", "lora_A"]),
     Bad(no_host_memory, 3, ["not enough host memory", "memory.host_gib: 0.0005", "12 bytes a parameter"]),
     pytest.param(
@@ -365,7 +379,7 @@ def test_no_space_for_the_checkpoints(
     usage = shutil.disk_usage(own_files)
     monkeypatch.setattr(ledger.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     assert main(["train", str(own_files / "run.yaml")]) == 2
-    assert "not enough space for 1 checkpoints" in capsys.readouterr().err
+    assert "not enough space for 1 checkpoint of" in capsys.readouterr().err
 
 
 def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:

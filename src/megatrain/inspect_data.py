@@ -184,7 +184,7 @@ def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
     loader = StepLoader(rows, run.rows_per_step, run.run.seed)
     log.info(
         f"an epoch: {counted(loader.rows_per_epoch, 'row')} in {counted(loader.steps_per_epoch, 'step')} of "
-        f"{run.rows_per_step:,}; the run: {counted(run.schedule.total_steps(loader.steps_per_epoch), 'step')}"
+        f"{counted(run.rows_per_step, 'row')}; the run: {counted(run.schedule.total_steps(loader.steps_per_epoch), 'step')}"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain import ledger
-from megatrain.config.schema import ChangeName, RunConfig
+from megatrain.config.schema import ChangeName, ParallelConfig, RunConfig
 from megatrain.errors import Problems, UserError, counted
 from megatrain.resume import Start, Steps, refuse_known_changes
 from megatrain.run_folder import RunFolder
@@ -64,6 +64,10 @@ def preflight(
         optimizer(run)
     with problems.collect():
         _check_device(run)
+    with problems.collect():
+        _check_threads(run)
+    if run.engine == "host":
+        _find_mesh_settings(run, problems)
     steps = None
     if run.schedule.steps is not None:
         with problems.collect():
@@ -219,6 +223,25 @@ def _check_device(run: RunConfig) -> None:
     from megatrain.executor.settings import device_of
 
     device_of(run.run.device)
+
+
+def _check_threads(run: RunConfig) -> None:
+    from megatrain.executor.settings import MOST_THREADS
+
+    if run.run.threads is not None and run.run.threads > MOST_THREADS:
+        raise UserError(
+            f"{run.run.threads} threads are more than the {MOST_THREADS} that this machine can use",
+            "run.threads",
+            "leave it out: the cores of the process are used",
+        )
+
+
+def _find_mesh_settings(run: RunConfig, problems: Problems) -> None:
+    """What the host engine would silently leave aside."""
+    for name in ParallelConfig.model_fields:
+        if getattr(run.parallel, name) != getattr(ParallelConfig(), name):
+            what = "is a setting of the mesh engine"
+            problems.found.append(UserError(what, f"parallel.{name}", "set engine: mesh, or leave it out"))
 
 
 def _check_weights(folder: Path) -> None:

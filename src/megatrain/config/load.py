@@ -165,9 +165,9 @@ def _from_file(path: Path) -> _Document:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         problem = (error.problem or error.context or "malformed").splitlines()[0]
-        raise UserError(
-            f"is not valid YAML: {problem}", f"{path}{line}", "check indentation, colons and quotes"
-        ) from None
+        is_yaml = path.suffix.lower() in (".yaml", ".yml", "")
+        remedy = "check indentation, colons and quotes" if is_yaml else "give the path of a run's YAML file"
+        raise UserError(f"is not valid YAML: {problem}", f"{path}{line}", remedy) from None
     except YAMLError as error:
         raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", str(path)) from None
     if not isinstance(root, dict):
