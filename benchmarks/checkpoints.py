@@ -11,21 +11,14 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import torch
 
-from megatrain.bench import _caps, _folder_of, _structure
+from megatrain.bench import engine_for
 from megatrain.executor.engine import HostEngine
-from megatrain.machine.machine import load_machine
-from megatrain.optim.adamw import AdamW
-from megatrain.planner.choice import Options, StepSize
-from megatrain.planner.plan import engine_options, plan
-from megatrain.planner.report import plan_text
-from megatrain.planner.shape import shape_of_structure
 
 GIB = 1 << 30
 
@@ -43,16 +36,6 @@ def disk_rate(folder: Path, size: int = 8 * GIB, piece: int = 64 << 20) -> float
     return size / GIB / seconds
 
 
-def engine_of(shape: str, rows: int, tokens: int, machine_file: str, init: str | None) -> HostEngine:
-    source = Path(tempfile.mkdtemp())  # a save copies what lies beside the weights from here
-    folder = _folder_of(shape, source)
-    machine = load_machine(machine_file)
-    model = shape_of_structure(_structure(folder, torch.bfloat16), shape)
-    made = plan(model, machine, StepSize(rows, tokens), _caps(machine, None, None, here=False), Options(), steps=None)
-    print(plan_text(made), flush=True)
-    return HostEngine(folder, optim=AdamW(max_grad_norm=1.0), init=init, verify="never", **engine_options(made))
-
-
 def step_of(engine: HostEngine, rows: int, tokens: int, number: int) -> float:
     ids = torch.randint(0, 512, (rows, tokens), generator=torch.Generator().manual_seed(number))
     started = time.perf_counter()
@@ -64,11 +47,8 @@ def resident_gib() -> float:
     return psutil.Process().memory_info().rss / GIB
 
 
-def run(shape: str, rows: int, tokens: int, folder: Path, machine_file: str) -> None:
+def run(engine: HostEngine, rows: int, tokens: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    engine = engine_of(shape, rows, tokens, machine_file, "random")
-    print(f"engine made in {time.perf_counter() - started:.1f} s", flush=True)
     plain = [step_of(engine, rows, tokens, number) for number in range(7)][2:]
     alone = statistics.median(plain)
     peak = torch.cuda.max_memory_allocated() / GIB
@@ -95,18 +75,19 @@ def run(shape: str, rows: int, tokens: int, folder: Path, machine_file: str) -> 
         f"now {resident_gib():.1f} GiB",
         flush=True,
     )
-    engine.close()
 
 
-def resume(shape: str, rows: int, tokens: int, folder: Path, machine_file: str, lazy: bool) -> None:
+def forget_pages(folder: Path) -> None:
+    """So that the files come from the disk, not from the page cache."""
     os.sync()
     descriptors = [os.open(path, os.O_RDONLY) for path in folder.rglob("*") if path.is_file()]
-    for descriptor in descriptors:  # from the disk, not from the page cache
+    for descriptor in descriptors:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def resume(engine: HostEngine, rows: int, tokens: int, folder: Path, lazy: bool) -> None:
     started = time.perf_counter()
-    engine = engine_of(shape, rows, tokens, machine_file, "empty")
-    made = time.perf_counter()
     engine.load(folder / "ckpt", wait=not lazy)
     loaded = time.perf_counter()
     step_of(engine, rows, tokens, 200)
@@ -114,14 +95,21 @@ def resume(shape: str, rows: int, tokens: int, folder: Path, machine_file: str, 
     engine._optimizer.wait_all()
     most = psutil.Process().memory_info()
     print(
-        f"{'lazy' if lazy else 'eager'}: engine {made - started:.1f} s, load {loaded - made:.1f} s, first step (compiles) "
+        f"{'lazy' if lazy else 'eager'}: load {loaded - started:.1f} s, first step (compiles) "
         f"{first - loaded:.1f} s, together {first - started:.1f} s; RSS {most.rss / GIB:.1f} GiB",
         flush=True,
     )
-    engine.close()
 
 
 if __name__ == "__main__":
     what, shape, rows, tokens, folder, machine_file, *rest = sys.argv[1:]
-    arguments = (shape, int(rows), int(tokens), Path(folder), machine_file)
-    run(*arguments) if what == "run" else resume(*arguments, lazy=rest == ["lazy"])
+    size, place = (int(rows), int(tokens)), Path(folder)
+    if what == "resume":
+        forget_pages(place)
+    began = time.perf_counter()
+    init = {"init": "random" if what == "run" else "empty"}
+    with engine_for(
+        shape, rows=size[0], tokens=size[1], machine_file=machine_file, overrides=init, say=print
+    ) as engine:
+        print(f"engine made in {time.perf_counter() - began:.1f} s", flush=True)
+        run(engine, *size, place) if what == "run" else resume(engine, *size, place, lazy=rest == ["lazy"])

@@ -11,21 +11,12 @@ from __future__ import annotations
 import collections
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.bench import _caps, _folder_of, _structure, engine_overrides
-from megatrain.executor.engine import HostEngine
-from megatrain.machine.machine import load_machine
-from megatrain.machine.probe import probe
-from megatrain.optim.adamw import AdamW
-from megatrain.planner.choice import Options, StepSize
-from megatrain.planner.plan import engine_options, plan
-from megatrain.planner.shape import shape_of_structure
+from megatrain.bench import engine_for, engine_overrides, random_batch
 
 
 def clocks() -> str:
@@ -70,31 +61,17 @@ def table(found: list[tuple[str, float, float]], lines: int = 34) -> None:
 
 
 def main(shape: str, rows: int, tokens: int, machine_file: str | None, words: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = _folder_of(shape, Path(scratch))
-        structure = _structure(folder, torch.bfloat16)
-        machine = load_machine(machine_file) if machine_file else probe("auto")
-        made = plan(
-            shape_of_structure(structure, shape),
-            machine,
-            StepSize(rows, tokens),
-            _caps(machine, None, None, here=machine_file is None),
-            Options(),
-            steps=None,
-        )
-        options = engine_options(made) | engine_overrides(words)
-        engine = HostEngine(folder, optim=AdamW(max_grad_norm=1.0), init="random", verify="never", **options)
-    batches = []
-    for step in range(8):
-        ids = torch.randint(0, 1000, (rows, tokens), generator=torch.Generator().manual_seed(step))
-        batches.append({"input_ids": ids, "labels": ids.clone()})
-    for batch in batches:
-        result = engine.train_step(batch)
-        print({name: round(value, 4) for name, value in result.seconds.items()}, clocks(), flush=True)
-    found, elapsed = kernels_of(lambda: engine.train_step(batches[0]))
+    overrides = engine_overrides(words)
+    with engine_for(
+        shape, rows=rows, tokens=tokens, machine_file=machine_file, overrides=overrides, say=print
+    ) as engine:
+        batches = [random_batch(1000, rows, tokens, step) for step in range(8)]
+        for batch in batches:
+            result = engine.train_step(batch)
+            print({name: round(value, 4) for name, value in result.seconds.items()}, clocks(), flush=True)
+        found, elapsed = kernels_of(lambda: engine.train_step(batches[0]))
     print(f"one step: {elapsed:.1f} ms")
     table(found)
-    engine.close()
 
 
 if __name__ == "__main__":

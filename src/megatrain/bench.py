@@ -50,7 +50,7 @@ from megatrain.models.structure import Structure, take_apart
 from megatrain.models.templates import LayerCode, Variant
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Options, Policy, StepSize
-from megatrain.planner.plan import Plan, caps_for, engine_options, gib, plan
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, gib, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of_structure
@@ -140,6 +140,7 @@ def bench(
     device: str = "auto",
     device_gib: float | None = None,
     host_gib: float | None = None,
+    device_fraction: float | None = None,
     machine_file: str | Path | None = None,
     bounds: bool = True,
     overrides: dict[str, Any] | None = None,
@@ -153,6 +154,7 @@ def bench(
         steps, warmup: Steps that count, and steps before them.
         device: As for the engine.
         device_gib, host_gib: Caps, to rehearse a smaller machine.
+        device_fraction: Share of the device's memory that the plan may fill; None for the usual one.
         machine_file: Figures of the machine instead of a probe.
         bounds: Whether the bounds are measured too.
         overrides: Keyword arguments of `HostEngine` that replace the plan's.
@@ -164,15 +166,16 @@ def bench(
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder, on_gpu = _folder_of(shape, Path(scratch)), _on_gpu(device)
+        limits = _Limits(device_gib, host_gib, device_fraction or DEVICE_FRACTION)
         structure = _structure(folder, torch.bfloat16)
         model = shape_of_structure(structure, shape, token_wise(structure.model.config))  # type: ignore[arg-type]
         machine = load_machine(machine_file) if machine_file else probe(device)
-        made = _planned(model, machine, StepSize(rows, tokens), device_gib, host_gib, here=machine_file is None)
+        made = _planned(model, machine, StepSize(rows, tokens), limits, here=machine_file is None)
         if made is not None:
             say(plan_text(made))
         arguments = (engine_options(made) if made else {}) | (overrides or {})
         report = Report(shape, rows, tokens, structure.param_count, device, _plain(arguments))
-        arguments |= _caps_as_arguments(on_gpu, device_gib, host_gib)
+        arguments |= limits.as_arguments(on_gpu)
         _measure_steps(report, folder, arguments, device, steps, warmup, say)
         if bounds:
             _measure_bounds(report, structure, model, made, device, say)
@@ -190,6 +193,7 @@ def engine_for(
     device: str = "auto",
     device_gib: float | None = None,
     host_gib: float | None = None,
+    device_fraction: float | None = None,
     machine_file: str | Path | None = None,
     overrides: dict[str, Any] | None = None,
     say: Say = logger.info,
@@ -197,14 +201,15 @@ def engine_for(
     """The engine that `bench` measures, with the same arguments."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, made = _folder_of(shape, Path(scratch)), None
+        limits = _Limits(device_gib, host_gib, device_fraction or DEVICE_FRACTION)
         if _on_gpu(device):
             machine = load_machine(machine_file) if machine_file else probe(device)
             model = shape_of_structure(_structure(folder, torch.bfloat16), shape)
-            made = _planned(model, machine, StepSize(rows, tokens), device_gib, host_gib, here=machine_file is None)
+            made = _planned(model, machine, StepSize(rows, tokens), limits, here=machine_file is None)
         if made is not None:
             say(plan_text(made))
         arguments = (engine_options(made) if made else {}) | (overrides or {})
-        arguments |= _caps_as_arguments(_on_gpu(device), device_gib, host_gib)
+        arguments |= limits.as_arguments(_on_gpu(device))
         with _engine(folder, device, arguments) as engine:
             yield engine
 
@@ -219,28 +224,36 @@ def _on_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def _planned(
-    model: ModelShape,
-    machine: Machine,
-    step: StepSize,
-    device_gib: float | None,
-    host_gib: float | None,
-    here: bool,
-) -> Plan | None:
+@dataclass(frozen=True)
+class _Limits:
+    """What a benchmark may use: caps in GiB, None for all that there is, and a share of the device."""
+
+    device_gib: float | None = None
+    host_gib: float | None = None
+    device_fraction: float = DEVICE_FRACTION
+
+    def caps(self, machine: Machine, here: bool) -> Caps:
+        """In bytes; on this machine no more than is free."""
+        given = caps_for(machine, **asdict(self))
+        free = available_caps(machine, self.device_fraction) if here else given
+        return Caps(min(given.host_bytes, free.host_bytes), min(given.device_bytes, free.device_bytes))
+
+    def as_arguments(self, on_gpu: bool) -> dict[str, Any]:
+        """For the engine."""
+        caps = {"device_gib": self.device_gib if on_gpu else None, "host_gib": self.host_gib}
+        return {name: cap for name, cap in caps.items() if cap}
+
+
+def _planned(model: ModelShape, machine: Machine, step: StepSize, limits: _Limits, here: bool) -> Plan | None:
     """The plan; None on a machine without a GPU."""
     if machine.device_gib <= 0:
         return None
-    return plan(model, machine, step, _caps(machine, device_gib, host_gib, here), Options(), steps=None)
-
-
-def _caps_as_arguments(on_gpu: bool, device_gib: float | None, host_gib: float | None) -> dict[str, Any]:
-    caps = {"device_gib": device_gib if on_gpu else None, "host_gib": host_gib}
-    return {name: cap for name, cap in caps.items() if cap}
+    return plan(model, machine, step, limits.caps(machine, here), Options(), steps=None)
 
 
 def _engine(folder: Path, device: str, arguments: dict[str, Any]) -> HostEngine:
     optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if arguments.get("gradient_plane", True) else None)
-    return HostEngine(folder, device=device, optim=optim, init="random", verify="never", **arguments)
+    return HostEngine(folder, device=device, optim=optim, verify="never", **{"init": "random", **arguments})
 
 
 def _folder_of(shape: str, scratch: Path) -> Path:
@@ -274,14 +287,6 @@ def _folder_of(shape: str, scratch: Path) -> Path:
 
 def _structure(folder: Path, dtype: torch.dtype) -> Structure:
     return take_apart(build_meta_model(load_model_config(folder), compute_dtype=dtype))
-
-
-def _caps(machine: Machine, device_gib: float | None, host_gib: float | None, here: bool) -> Caps:
-    given = caps_for(machine, device_gib=device_gib, host_gib=host_gib)
-    if not here:
-        return given
-    free = available_caps(machine)
-    return Caps(min(given.host_bytes, free.host_bytes), min(given.device_bytes, free.device_bytes))
 
 
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:

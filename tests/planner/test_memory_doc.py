@@ -37,9 +37,10 @@ def rows(title: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("policy", ["keep", "selective", "mlp", "attention", "recompute"])
 def test_bytes_held_per_token_and_layer(shape: ModelShape, policy: Policy) -> None:
     tokens = 262144
-    on_device, *_ = rows("| policy | on the device |")[policy]
-    held = held_bytes(shape, 0, policy, tokens, Options()) + 2 * shape.hidden
-    assert on_device == f"{held:,.0f}"
+    on_device, without_input, on_host = rows("| policy | on the device |")[policy]
+    held = held_bytes(shape, 0, policy, tokens, Options())
+    assert on_device == f"{held + 2 * shape.hidden:,.0f}"
+    assert (without_input, on_host) == (f"{held:,.0f}", f"{2 * shape.hidden:,.0f}")
 
 
 def test_an_offloaded_input_is_on_the_host_instead(shape: ModelShape) -> None:

@@ -156,6 +156,40 @@ class FolderWriter:
                 crcs[key] = file.append(tensor_bytes(tensors[key].contiguous()))
         self.records[name] = FileRecord(file.size, header_crc, crcs)
 
+    @contextmanager
+    def tensors_by_and_by(
+        self, name: str, described: Mapping[str, torch.Tensor]
+    ) -> Iterator[Callable[[str, torch.Tensor], None]]:
+        """Write a safetensors file whose tensors come one by one, in any order.
+
+        Args:
+            name: The file.
+            described: Tensors with the shapes and types of those that come; their values are not looked at.
+
+        Yields:
+            write(key, tensor): must be called once for each.
+        """
+        header, order = safetensors_header(described)
+        places: dict[str, int] = {}
+        offset = len(header)
+        for key in order:
+            places[key] = offset
+            offset += described[key].numel() * described[key].element_size()
+        crcs: dict[str, int] = {}
+        with self._file(name) as file:
+            header_crc = file.append(memoryview(header))
+
+            def write(key: str, tensor: torch.Tensor) -> None:
+                want = described[key]
+                assert (tensor.shape, tensor.dtype) == (want.shape, want.dtype), (key, tensor.shape, tensor.dtype)
+                assert key not in crcs, key
+                file.seek(places[key])
+                crcs[key] = file.append(tensor_bytes(tensor.contiguous()))
+
+            yield write
+        assert crcs.keys() == described.keys(), sorted(described.keys() - crcs.keys())[:3]
+        self.records[name] = FileRecord(file.size, header_crc, crcs)
+
     def write_bytes(self, name: str, data: bytes) -> None:
         with self._file(name) as file:
             crc = file.append(memoryview(data))
@@ -273,8 +307,12 @@ class _OpenFile:
         else:
             self._folder._sync_thread.submit(os.close, self._fd)  # behind its flushes
 
+    def seek(self, offset: int) -> None:
+        """Let the next `append` write there; each byte of the file is to be written once."""
+        os.lseek(self._fd, offset, os.SEEK_SET)
+
     def append(self, data: memoryview, crc: int = 0) -> int:
-        """Write `data` at the end; returns its CRC-32, going on from `crc`."""
+        """Write `data` at the end, or where `seek` said; returns its CRC-32, going on from `crc`."""
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             # Both release the interpreter lock: the checksum of a piece is computed while the piece is being written.

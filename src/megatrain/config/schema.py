@@ -43,11 +43,22 @@ def _gib(value: object) -> object:
     return value
 
 
+def _pair(value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("should be a list of two numbers, like [0.9, 0.999]")
+    return value
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 GiB = Annotated[Literal["auto"] | float, BeforeValidator(_gib)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_pair)]
+
+ChangeName = Literal["data", "batch", "seed", "schedule", "optim", "precision"]
+"""What may be allowed to differ between a checkpoint's run and the one that goes on from it; see resume.py."""
 
 
 class Section(BaseModel):
@@ -136,7 +147,7 @@ class DataConfig(Section):
     val: ValConfig | None = Field(
         default=None, description="{fraction: 0.01}, or sources like data.train; null: no validation"
     )
-    max_tokens: PositiveInt = Field(default=2048, description="length of a row [tokens]")
+    max_tokens: Annotated[Int, Field(ge=2)] = Field(default=2048, description="length of a row [tokens]")
     overflow: Literal["error", "drop", "truncate", "split"] = Field(
         default="error", description="what happens to a sample longer than max_tokens"
     )
@@ -187,9 +198,7 @@ class OptimConfig(Section):
     weight_decay: Annotated[Float, Field(ge=0)] = Field(
         default=0.01, description="decoupled decay; never on norms and biases"
     )
-    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), description="decay of the first and second moment"
-    )
+    betas: Betas = Field(default=(0.9, 0.999), description="decay of the first and second moment")
     eps: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="term added to the denominator")
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = Field(
         default=1.0, description="clip the global gradient norm to this; null: no clipping"
@@ -421,9 +430,10 @@ class RunSection(Section):
         "with the data behind it",
     )
     max_rollbacks: PositiveInt = Field(default=3, description="most rollbacks of a run; then it ends as with stop")
-    allow_changes: StrictBool = Field(
-        default=False,
-        description="go on although data, tokens per step or past learning rates differ from the checkpoint's",
+    allow_changes: tuple[ChangeName, ...] = Field(
+        default=(),
+        description="list of what may differ from the checkpoint's run when a run goes on: data, batch (tokens per step), "
+        "seed, schedule (learning rates of steps already taken), optim, precision",
     )
 
 

@@ -750,7 +750,9 @@ class HostEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        checked, tokens = batches.checked(batch, self.config.get_text_config().vocab_size)
+        checked, tokens = batches.checked(
+            batch, self.config.get_text_config().vocab_size, batches.most_positions(self.config)
+        )
         if self._packing_asks is not None and batches.is_packed(checked):
             attention, trust_remote_code = self._packing_asks
             verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)

@@ -167,6 +167,10 @@ class AlertWatch:
             before[rule] = 0
             if self._kept[rule] >= self._steps:
                 self._said.discard(rule)
-        new = [rule for rule in found if self._broken[rule] >= self._steps and rule not in self._said]
+        new: list[Rule] = [
+            rule
+            for rule in self._limits
+            if rule in found and self._broken[rule] >= self._steps and rule not in self._said
+        ]
         self._said.update(new)
         return [Alert(rule, found[rule]) for rule in new]

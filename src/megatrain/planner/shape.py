@@ -78,7 +78,7 @@ class ModelShape:
     def cost(self, layer: int) -> LayerCost:
         return self.costs[self.groups[layer]]
 
-    def forward_flops(self, tokens: int) -> float:
+    def forward_flops(self, tokens: float) -> float:
         """FLOPs of a forward per token, head included, in rows of `tokens` tokens."""
         layers = sum(
             self.cost(i).product_flops.at(tokens) + self.cost(i).attention_flops.at(tokens) for i in range(self.depth)

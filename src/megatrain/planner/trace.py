@@ -50,7 +50,7 @@ class Line:
     constant: float
     slope: float = 0.0
 
-    def at(self, tokens: int) -> float:
+    def at(self, tokens: float) -> float:
         return self.constant + self.slope * tokens
 
     @classmethod
