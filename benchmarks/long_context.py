@@ -45,6 +45,7 @@ from megatrain.planner.plan import Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of
+from megatrain.planner.timeline import recomputed_flops
 from megatrain.planner.trace import layer_arguments
 
 MACHINE = Path(__file__).parents[1] / "docs/machines/h200.yaml"
@@ -168,6 +169,7 @@ def watch(engine: HostEngine, ended: threading.Event) -> None:
 
 def run_steps(engine: HostEngine, shape: ModelShape, made: Plan, tokens: int, steps: int) -> None:
     flops = 3 * shape.forward_flops(tokens) * tokens
+    again = recomputed_flops(shape, made.step, made.choice) * tokens
     for step in range(steps):
         ids = torch.randint(0, shape.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(step))
         if torch.cuda.is_available():
@@ -189,7 +191,7 @@ def run_steps(engine: HostEngine, shape: ModelShape, made: Plan, tokens: int, st
         say(
             f"step {step}: loss {result.loss:.4f} norm {result.grad_norm:.3f} skipped {result.skipped} [{split}] {moved}\n"
             f"  {seconds:.2f} s (plan {made.seconds:.2f}), {tokens / seconds:,.0f} tokens/s, "
-            f"{flops / seconds / 1e12:.0f} TFLOP/s ({flops:.3e} FLOPs)\n"
+            f"{flops / seconds / 1e12:.0f} TFLOP/s ({flops:.3e} FLOPs; and {again:.2e} computed again)\n"
             f"  peak HBM {memory['device_peak'] / GIB:.2f} GiB (plan {made.device_bytes / GIB:.2f}; reserved {reserved:.2f}), "
             f"RSS {rss:.1f} GiB (plan {made.host_bytes / GIB:.1f}), pinned {memory['host_pinned'] / GIB:.1f} GiB, "
             f"offloaded inputs {memory['host_inputs'] / GIB:.1f} GiB"

@@ -15,7 +15,7 @@ from megatrain.planner import Options, StepSize, engine_options, plan
 from megatrain.planner.choice import Choice, Policy
 from megatrain.planner.plan import caps_for, plan_of
 from megatrain.planner.shape import ModelShape
-from megatrain.planner.timeline import simulate
+from megatrain.planner.timeline import recomputed_flops, simulate
 
 Shapes = Callable[..., ModelShape]
 Machines = Callable[..., Machine]
@@ -110,6 +110,23 @@ def test_what_each_policy_costs_in_seconds(shape: Shapes, machine: Machines) -> 
     assert seconds("keep") < seconds("mlp") < seconds("recompute")
     assert seconds("recompute", 16384) > seconds("recompute")
     assert seconds("attention", 16384) == pytest.approx(seconds("attention"))
+
+
+def test_flops_that_are_computed_again(shape: Shapes) -> None:
+    model, step = shape("qwen3-8b"), StepSize(1, 131072)
+    cost = model.cost(0)
+    products, attention, mlp = (
+        line.at(step.tokens) for line in (cost.product_flops, cost.attention_flops, cost.token_wise_flops)
+    )
+
+    def again(policy: Policy, chunk: int | None = None) -> float:
+        return recomputed_flops(model, step, Choice(0, False, False, (policy,) * 36, 0, 1, 1, 4096, chunk)) / 36
+
+    assert again("keep") == again("selective") == 0
+    assert again("recompute") == pytest.approx(products + attention)
+    assert again("recompute", 16384) == pytest.approx(products + attention + mlp)
+    assert again("attention", 16384) == pytest.approx(products)
+    assert again("mlp") == pytest.approx(products - mlp + attention)
 
 
 def test_attention_s_rate_goes_through_both_measured_lengths(machine: Machines) -> None:
