@@ -1,0 +1,61 @@
+"""The bubble of a schedule comes from the table that the engine runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.mesh.actions import Action, StageSeconds, action_table, most_in_flight, play, table_of
+from megatrain.mesh.layout import SCHEDULES, Layout
+
+ONE_THIRD = StageSeconds(1.0, 2.0, weight=1.0)
+
+
+def bubble(schedule: str, pipeline: int, virtual: int, microbatches: int) -> float:
+    table = action_table(schedule, pipeline, virtual, microbatches)
+    return play(table, [ONE_THIRD] * (pipeline * virtual)).idle
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "idle"),
+    [("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("interleaved", 4, 3 / 35)],
+)
+def test_the_bubble_is_the_textbooks(schedule, virtual, idle):
+    """(p - 1) / (v m + p - 1), with p = 4 and m = 8."""
+    assert bubble(schedule, 4, virtual, 8) == pytest.approx(idle)
+
+
+def test_split_backwards_have_smaller_bubbles():
+    assert bubble("zb1p", 4, 1, 8) < bubble("1f1b", 4, 1, 8) / 2
+    assert bubble("zbv", 4, 2, 8) < 0.06
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_every_stage_does_everything_once(schedule, pipeline):
+    virtual = SCHEDULES[schedule].virtual[0] if pipeline > 1 else 1
+    layout = Layout(pipeline=pipeline, virtual=virtual, schedule=schedule, shard=1, microbatches=2 * pipeline * virtual)
+    table = table_of(layout)
+    forwards = sorted((a.stage, a.microbatch) for actions in table for a in actions if a.kind == "forward")
+    assert forwards == [(s, m) for s in range(layout.stages) for m in range(layout.pieces)]
+    ends = sorted((a.stage, a.microbatch) for actions in table for a in actions if a.kind in ("backward", "weight"))
+    assert ends == forwards
+    for rank, actions in enumerate(table):
+        assert {a.stage for a in actions} == set(layout.stages_of(rank) if pipeline > 1 else [0])
+        assert most_in_flight(actions, [1.0] * layout.stages) <= layout.pieces * virtual
+
+
+def test_a_transfer_delays_what_another_rank_waits_for():
+    table = action_table("1f1b", 2, 1, 2)
+    quick, slow = (play(table, [ONE_THIRD] * 2, transfer_s=s).seconds for s in (0.0, 0.5))
+    assert quick == 9.0
+    assert slow == 10.0
+
+
+def test_the_first_rank_of_1f1b_holds_as_many_microbatches_as_there_are_ranks():
+    held = [most_in_flight(actions, [1.0] * 4) for actions in action_table("1f1b", 4, 1, 16)]
+    assert held == [4, 3, 2, 1]
+
+
+def test_a_reduction_runs_beside_the_next_action():
+    table = ((Action(0, "forward", 0), Action(0, "backward", 0), Action(0, "reduce", -1)),)
+    assert play(table, [StageSeconds(1.0, 2.0, first_forward=0.5, reduce=4.0)]).seconds == 7.5
