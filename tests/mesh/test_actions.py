@@ -6,6 +6,7 @@ import pytest
 
 from megatrain.mesh.actions import Action, StageSeconds, action_table, most_in_flight, play, table_of
 from megatrain.mesh.layout import SCHEDULES, Layout
+from megatrain.mesh.schedule import CLASSES
 
 ONE_THIRD = StageSeconds(1.0, 2.0, weight=1.0)
 
@@ -42,6 +43,43 @@ def test_every_stage_does_everything_once(schedule, pipeline):
     for rank, actions in enumerate(table):
         assert {a.stage for a in actions} == set(layout.stages_of(rank) if pipeline > 1 else [0])
         assert most_in_flight(actions, [1.0] * layout.stages) <= layout.pieces * virtual
+
+
+class RecordingStage:
+    """As much of a torch stage as the loop of `Schedule1F1B` calls."""
+
+    def __init__(self, index: int, count: int):
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, count, count, index
+        self.has_backward, self.is_last, self.submod = True, False, None
+        self.calls: list[tuple[str, int]] = []
+
+    def get_fwd_recv_ops(self, _: int) -> list[object]:
+        return []
+
+    get_bwd_recv_ops = get_fwd_send_ops = get_bwd_send_ops = get_fwd_recv_ops
+
+    def forward_one_chunk(self, microbatch: int, *args: object, **kwargs: object) -> None:
+        self.calls.append(("forward", microbatch))
+
+    def backward_one_chunk(self, microbatch: int, **kwargs: object) -> None:
+        self.calls.append(("backward", microbatch))
+
+    def perform_reduce_grad(self, _: float) -> None:
+        self.calls.append(("reduce", -1))
+
+
+@pytest.mark.parametrize("microbatches", [4, 9])
+def test_the_table_of_1f1b_is_the_loop_that_torch_runs(microbatches, monkeypatch):
+    """It prints one that begins with microbatch 1 on the last rank."""
+    kind = CLASSES["1f1b"]
+    for name in ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
+        monkeypatch.setattr(kind, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(kind, "_check_inputs", lambda self, args, kwargs, *rest: (args, kwargs))
+    for rank, actions in enumerate(action_table("1f1b", 4, 1, microbatches)):
+        stage = RecordingStage(rank, 4)
+        schedule = kind(stage, n_microbatches=microbatches, loss_fn=lambda *_: None, scale_grads=False)
+        schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
+        assert [(a.kind, a.microbatch) for a in actions] == [c for c in stage.calls if c[0] != "reduce"] + [("reduce", -1)]
 
 
 def test_a_transfer_delays_what_another_rank_waits_for():
