@@ -79,7 +79,9 @@ def test_the_table_of_1f1b_is_the_loop_that_torch_runs(microbatches, monkeypatch
         stage = RecordingStage(rank, 4)
         schedule = kind(stage, n_microbatches=microbatches, loss_fn=lambda *_: None, scale_grads=False)
         schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
-        assert [(a.kind, a.microbatch) for a in actions] == [c for c in stage.calls if c[0] != "reduce"] + [("reduce", -1)]
+        assert [(a.kind, a.microbatch) for a in actions] == [c for c in stage.calls if c[0] != "reduce"] + [
+            ("reduce", -1)
+        ]
 
 
 def test_a_transfer_delays_what_another_rank_waits_for():

@@ -29,7 +29,7 @@ from megatrain.mesh.layout import Layout
 from megatrain.mesh.schedule import CLASSES
 
 Kind = Literal["forward", "backward", "input", "weight", "reduce"]
-"""`backward` is a whole one; `input` and `weight` are its halves where a schedule splits it. `reduce` adds a stage's gradients up."""
+"""`backward` is a whole one; `input` and `weight` are its halves where a schedule splits it. `reduce` comes once a stage."""
 
 KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
@@ -182,16 +182,12 @@ class Played:
 
 
 def play(table: Table, stages: Sequence[StageSeconds], transfer_s: float = 0.0) -> Played:
-    """Seconds of a table; see [Note: 1f1b has no table]
-    torch's `Schedule1F1B` runs a loop. (It can print a table, but the last rank's begins with microbatch 1.) The loop is: as many
-    forwards as there are stages from this one to the end, then a backward and a forward in turn, then the backwards that are left.
+    """Seconds of a table; see [Note: what the clock assumes].
 
-    [Note: what the clock assumes].
-
-        Args:
-            table: From `action_table`.
-            stages: By stage.
-            transfer_s: Of one microbatch's hidden states from one rank to another.
+    Args:
+        table: From `action_table`.
+        stages: By stage.
+        transfer_s: Of one microbatch's hidden states from one rank to another.
     """
     holder = {action.stage: rank for rank, actions in enumerate(table) for action in actions}
     done: dict[tuple[int, bool, int], float] = {}  # (stage, is a backward, microbatch) -> when
