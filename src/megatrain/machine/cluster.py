@@ -14,6 +14,9 @@ from typing import Any
 from megatrain.errors import UserError
 from megatrain.machine.machine import name_problems, read_figures
 
+SHORT_ROW, LONG_ROW = 1024, 32768
+"""Tokens of the rows in which attention is measured."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -25,7 +28,8 @@ class Cluster:
         device_gib: Memory of a GPU that a process can have.
         peak_tflops: bf16 without sparsity, of the data sheet; MFU is a share of it.
         matrix_tflops: bf16 matrix products of a layer's sizes, reached.
-        attention_tflops: Causal attention, forward and backward together, reached.
+        attention_tflops: Causal attention, forward and backward together, reached in rows of 1,024 tokens.
+        attention_long_tflops: The same in rows of 32,768 tokens.
         device_bandwidth_gbps: Of the GPU's memory, read and written bytes together, reached.
         node_gbps: Of the link inside a node, for each GPU and direction, reached by collectives.
         network_gbps: Of the network between nodes, for each GPU and direction, reached by collectives (400 Gb/s are 50).
@@ -41,6 +45,7 @@ class Cluster:
     peak_tflops: float
     matrix_tflops: float
     attention_tflops: float
+    attention_long_tflops: float
     device_bandwidth_gbps: float
     node_gbps: float
     network_gbps: float
@@ -54,6 +59,13 @@ class Cluster:
     @property
     def device_bytes(self) -> int:
         return int(self.device_gib * (1 << 30))
+
+    def attention_rate(self, tokens: int) -> float:
+        """FLOPs a second of causal attention in rows of `tokens` tokens: seconds per FLOP are a line in 1 / tokens through the
+        two measured lengths."""
+        short, long = self.attention_tflops, self.attention_long_tflops
+        slope = (1 / short - 1 / long) / (1 / SHORT_ROW - 1 / LONG_ROW)
+        return 1e12 / (1 / long + slope * (1 / max(tokens, SHORT_ROW) - 1 / LONG_ROW))
 
 
 def cluster_from(data: Mapping[str, Any], where: str) -> Cluster:

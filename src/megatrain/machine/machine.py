@@ -78,6 +78,10 @@ class Machine:
         best = max(self.adamw_gparams.values())
         return min(count for count, rate in self.adamw_gparams.items() if rate >= 0.97 * best)
 
+    def attention_rate(self, tokens: int) -> float:
+        """FLOPs a second of causal attention in rows of `tokens` tokens."""
+        return self.attention_tflops * 1e12
+
     def adamw_rate(self, threads: int | None = None) -> float:
         """Parameters a second of AdamW on the host while weights stream; `threads` None means the best."""
         known = sorted(self.adamw_gparams)

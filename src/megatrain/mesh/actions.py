@@ -72,13 +72,20 @@ def action_table(schedule: str, pipeline: int, virtual: int, microbatches: int) 
             _with_reductions(_one_forward_one_backward(rank, pipeline, microbatches)) for rank in range(pipeline)
         )
     stages = [_stand_in(rank * pipeline, pipeline, pipeline * virtual) for rank in range(virtual)]
-    made = CLASSES[schedule](
+    made = _table_only(schedule)(
         stages,
         n_microbatches=microbatches,
         loss_fn=lambda loss, target: loss,
         scale_grads=False,
     )
     return tuple(_with_reductions(_plain(made.pipeline_order[rank])) for rank in range(pipeline))
+
+
+@functools.cache
+def _table_only(schedule: str) -> Any:
+    """The class of a schedule, without the sends and receives that it would work out next, which takes much longer."""
+    nothing = {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None}
+    return type("TableOnly", (CLASSES[schedule],), nothing)
 
 
 def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
@@ -139,7 +146,8 @@ class StageSeconds:
     Attributes:
         forward, backward: Whole passes; what is computed again belongs to the backward.
         weight: The part of `backward` that a split backward does later.
-        first_forward: What the first microbatch's forward waits for beside that: parameters that are gathered.
+        first_forward: What the first microbatch's forward takes beside that: parameters that are gathered under it.
+        gathered_at: Before that second of the step nothing of the stage starts: parameters that are gathered ahead.
         reduce: Gradients over the data ranks, once.
     """
 
@@ -147,6 +155,7 @@ class StageSeconds:
     backward: float
     weight: float = 0.0
     first_forward: float = 0.0
+    gathered_at: float = 0.0
     reduce: float = 0.0
 
     def of(self, action: Action) -> float:
@@ -168,17 +177,19 @@ class Played:
     """A table played through.
 
     Attributes:
-        seconds: When the last rank has ended.
-        busy: Per rank, seconds of its actions; reductions beside other actions not counted.
+        seconds: When the last rank has ended, reductions included.
+        computed: When the last rank has ended its last forward or backward.
+        busy: Per rank, seconds of its forwards and backwards.
     """
 
     seconds: float
+    computed: float
     busy: tuple[float, ...]
 
     @property
     def idle(self) -> float:
-        """The bubble: the share of all ranks' time in which they wait."""
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
+        """The bubble: the share of all ranks' time, up to the last backward, in which they wait."""
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.computed) if self.computed else 0.0
 
 
 def play(table: Table, stages: Sequence[StageSeconds], transfer_s: float = 0.0) -> Played:
@@ -206,14 +217,14 @@ def play(table: Table, stages: Sequence[StageSeconds], transfer_s: float = 0.0) 
                 if action.kind == "reduce":
                     reduced[rank] = max(reduced[rank], clock[rank]) + seconds
                 else:
-                    clock[rank] = max(clock[rank], ready) + seconds
+                    clock[rank] = max(clock[rank], ready, stages[action.stage].gathered_at) + seconds
                     busy[rank] += seconds
                 if action.kind in ("forward", "backward", "input"):
                     done[action.stage, action.kind != "forward", action.microbatch] = clock[rank]
                 position[rank] += 1
                 moving = True
     assert all(p == len(actions) for p, actions in zip(position, table, strict=True)), "the table waits for itself"
-    return Played(max(*clock, *reduced), tuple(busy))
+    return Played(max(*clock, *reduced), max(clock), tuple(busy))
 
 
 def _ready(

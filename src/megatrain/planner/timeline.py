@@ -90,9 +90,8 @@ class Rates(Protocol):
     @property
     def matrix_tflops(self) -> float: ...
     @property
-    def attention_tflops(self) -> float: ...
-    @property
     def device_bandwidth_gbps(self) -> float: ...
+    def attention_rate(self, tokens: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def layer_work(
     rate = rates.matrix_tflops * 1e12 * chunk_tokens / (chunk_tokens + SHORT_CHUNK_TOKENS) / slow
     products = cost.product_flops.at(row_tokens) * tokens / rate
     # of a forward and backward of 3.5 forwards' worth of work, 1 is the forward and 2.5 the backward
-    attention = cost.attention_flops.at(row_tokens) * tokens / (rates.attention_tflops * 1e12) * slow
+    attention = cost.attention_flops.at(row_tokens) * tokens / rates.attention_rate(row_tokens) * slow
     saved = cost.saved_bytes.at(row_tokens) * tokens * options.compute_bytes / 2
     traffic = saved / (rates.device_bandwidth_gbps * 1e9) * (1.0 if options.compiled else EAGER_TIME)
     return LayerWork(

@@ -18,16 +18,19 @@ class Practice:
     Attributes:
         compiled: Pointwise work is fused.
         tensor_overlap: Share of the tensor collectives that is hidden under matrix products.
+        gathers_ahead: With a pipeline, all stages' parameters are gathered from the start of the step on, not when the first
+            microbatch arrives.
         context_attention: Work of context-parallel attention as a multiple of the causal half. A dense mask is 2.
     """
 
     compiled: bool = False
     tensor_overlap: float = 0.0
+    gathers_ahead: bool = False
     context_attention: float = 2.0
 
 
 ENGINE = Practice()
-"""The mesh engine: eager layers, collectives in the open, a dense mask with context parallel."""
+"""The mesh engine: eager layers, collectives in the open, parameters gathered at need, a dense mask with context parallel."""
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,20 @@ from megatrain.mesh.actions import Played, StageSeconds, Table, action_table, pl
 from megatrain.mesh.layout import Layout
 from megatrain.planner.cluster.failures import Goodput, goodput
 from megatrain.planner.cluster.job import Job, Way
-from megatrain.planner.cluster.memory import DEVICE_FRACTION, RankMemory, rank_memory
+from megatrain.planner.cluster.memory import DEVICE_FRACTION, RankMemory, heaviest_rank
 from megatrain.planner.cluster.seconds import (
     CAUSES,
     STEP_S,
     Pass,
     StageCost,
+    for_clock,
     hidden_bytes_sent,
     optimizer_seconds,
     stage_cost,
 )
-from megatrain.planner.cluster.traffic import Dimension, group, send_seconds
+from megatrain.planner.cluster.traffic import DIMENSIONS, Dimension, group, send_seconds
 
-MOST_PLAYED = 6
+MOST_PLAYED = 5
 """Rounds of `pipeline` microbatches."""
 
 
@@ -134,14 +135,6 @@ def describe(cause: str, flows: Mapping[Dimension, Flow]) -> str:
     }[cause]
 
 
-def memory_of(job: Job, way: Way) -> RankMemory:
-    """Of the heaviest pipeline rank."""
-    layout, parts = way.layout, job.inventory.parts(way.layout)
-    table = _table(layout, min(layout.pieces, MOST_PLAYED * layout.pipeline))
-    ranks = (rank_memory(job, way, parts, rank, actions) for rank, actions in enumerate(table))
-    return max(ranks, key=lambda memory: memory.nbytes)
-
-
 def allowed_bytes(job: Job) -> int:
     return int(job.cluster.device_bytes * DEVICE_FRACTION)
 
@@ -179,22 +172,20 @@ def judge(job: Job, way: Way, memory: RankMemory | None = None) -> Verdict:
     """
     layout = way.layout
     costs, parts = stage_costs(job, way), job.inventory.parts(layout)
-    played = _play(
-        layout, [cost.for_clock for cost in costs], send_seconds(layout, job.cluster, hidden_bytes_sent(job, way))
-    )
+    clocked = for_clock(job, way, costs)
+    played = _play(layout, clocked, send_seconds(layout, job.cluster, hidden_bytes_sent(job, way)))
     longest = max(range(layout.pipeline), key=lambda rank: played.busy[rank])
     work = Pass()
     for stage in layout.stages_of(longest):
         work += (costs[stage].forward + costs[stage].backward) * layout.pieces
-        work += Pass(shard=costs[stage].first_forward)
+        work += Pass(shard=clocked[stage].first_forward)
     own = max(
         sum(job.inventory.stage(parts[s], layout.tensor, layout.fsdp) for s in layout.stages_of(rank))
         for rank in range(layout.pipeline)
     )
     seconds = {cause: getattr(work, cause) for cause in CAUSES}
-    seconds["bubble"] = max(0.0, played.seconds - work.seconds)
-    if layout.pipeline == 1:  # one rank waits for nobody: what it waits for at the end are its own gradients
-        seconds["shard"] += seconds.pop("bubble")
+    seconds["bubble"] = max(0.0, played.computed - work.seconds)
+    seconds["shard"] += played.seconds - played.computed
     seconds["optimizer"] = optimizer_seconds(job, own) + STEP_S
     step_s = sum(seconds.values())
     tokens = job.step.all_tokens
@@ -203,7 +194,7 @@ def judge(job: Job, way: Way, memory: RankMemory | None = None) -> Verdict:
         way=way,
         seconds={name: s for name, s in seconds.items() if s > 0},
         idle=played.idle if layout.pipeline > 1 else 0.0,
-        memory=memory or memory_of(job, way),
+        memory=memory or heaviest_rank(job, way),
         flows=flows(job, way),
         tokens_per_s=tokens / step_s,
         mfu=flops / (step_s * job.world * job.cluster.peak_tflops * 1e12),
@@ -227,7 +218,10 @@ def _play(layout: Layout, stages: list[StageSeconds], transfer_s: float) -> Play
     long = play(_table(layout, more), stages, transfer_s)
     times = (rounds * pipeline + rest - more) / (more - few)
     busy = tuple(b + times * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
-    return Played(long.seconds + times * (long.seconds - short.seconds), busy)
+    seconds, computed = (
+        getattr(long, name) + times * (getattr(long, name) - getattr(short, name)) for name in ("seconds", "computed")
+    )
+    return Played(seconds, computed, busy)
 
 
 def flows(job: Job, way: Way) -> dict[Dimension, Flow]:
@@ -240,8 +234,7 @@ def flows(job: Job, way: Way) -> dict[Dimension, Flow]:
     whole = max(
         sum(inventory.stage(parts[s], layout.tensor, 1) for s in layout.stages_of(r)) for r in range(layout.pipeline)
     )
-    dimensions: tuple[Dimension, ...] = ("tensor", "context", "fsdp", "replicate", "pipeline")
-    groups = {name: group(layout, job.cluster, name) for name in dimensions}
+    groups = {name: group(layout, job.cluster, name) for name in DIMENSIONS}
     times = 1 if layout.pipeline > 1 else pieces
     keys_values = 2 * inventory.kv_width * way.tokens(job.step) * layout.context * job.compute_bytes / layout.tensor
     gathers = (1 if layout.pipeline > 1 else 2 * pieces) * job.compute_bytes

@@ -16,12 +16,12 @@ buffer for each microbatch, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.mesh.actions import Action, most_in_flight
+from megatrain.mesh.actions import Action, action_table, most_in_flight
+from megatrain.mesh.layout import Layout
 from megatrain.mesh.stage import HEAD_CHUNK_TOKENS, Part
-from megatrain.planner.choice import Lines
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR, GIB
 
@@ -40,23 +40,37 @@ class RankMemory:
     """The memory of one pipeline rank."""
 
     pipeline_rank: int
-    lines: Lines
+    lines: Mapping[str, float]
 
     @property
     def nbytes(self) -> int:
-        return sum(self.lines.values())
+        return int(sum(self.lines.values()))
 
 
-def rank_memory(job: Job, way: Way, parts: Sequence[Part], rank: int, actions: Sequence[Action]) -> RankMemory:
-    """See [Note: what a rank holds].
+def heaviest_rank(job: Job, way: Way) -> RankMemory:
+    """The pipeline rank that needs most. See [Note: what a rank holds]."""
+    layout, parts = way.layout, job.inventory.parts(way.layout)
+    table = action_table(layout.schedule, layout.pipeline, layout.virtual, _enough(layout))
+    saved = [saved_by_layer(job, way, group) for group in range(len(job.inventory.groups))]
+    ranks = (
+        RankMemory(
+            rank, {**state_lines(job, way, parts, rank), **_activation_lines(job, way, parts, rank, actions, saved)}
+        )
+        for rank, actions in enumerate(table)
+    )
+    worst = max(ranks, key=lambda memory: memory.nbytes)
+    return RankMemory(worst.pipeline_rank, {name: int(size) for name, size in worst.lines.items() if size >= 1})
 
-    Args:
-        parts: Of all stages.
-        rank: Pipeline rank.
-        actions: Its row of the schedule's table.
-    """
-    lines = state_lines(job, way, parts, rank) | _activation_lines(job, way, parts, rank, actions)
-    return RankMemory(rank, {name: int(size) for name, size in lines.items() if size >= 1})
+
+def state_bytes(job: Job, way: Way) -> float:
+    """What the heaviest pipeline rank needs at least: its state without any activation. Needs no table."""
+    parts = job.inventory.parts(way.layout)
+    return max(sum(state_lines(job, way, parts, rank).values()) for rank in range(way.layout.pipeline))
+
+
+def _enough(layout: Layout) -> int:
+    """So many microbatches that no more of them are ever in flight."""
+    return min(layout.pieces, max(2 * layout.pipeline, layout.least_microbatches))
 
 
 def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[str, float]:
@@ -80,18 +94,23 @@ def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[st
 
 
 def _activation_lines(
-    job: Job, way: Way, parts: Sequence[Part], rank: int, actions: Sequence[Action]
+    job: Job, way: Way, parts: Sequence[Part], rank: int, actions: Sequence[Action], saved: Sequence[float]
 ) -> dict[str, float]:
+    """Args:
+    parts: Of all stages.
+    actions: The rank's row of the schedule's table.
+    saved: By template group, what a layer saves of a microbatch.
+    """
     layout, shape = way.layout, job.inventory.shape
     own = [parts[stage] for stage in layout.stages_of(rank)]
     tokens = way.tokens(job.step)
     sent = tokens * shape.hidden * job.compute_bytes / layout.tensor
     left = [0.0] * layout.stages  # by a microbatch's forward
     for part in own:
-        kept = (sent if way.recompute else saved_by_layer(job, way, shape.groups[i]) for i in part.layers)
-        left[part.index] = sum(kept) + (_kept_logits(job, way) if part.last else 0.0)
+        kept = sent * len(part.layers) if way.recompute else sum(saved[shape.groups[i]] for i in part.layers)
+        left[part.index] = kept + (_kept_logits(job, way) if part.last else 0.0)
     lines = {"activations of microbatches in flight": most_in_flight(actions, left)}
-    backward = max(BACKWARD_FACTOR * saved_by_layer(job, way, shape.groups[i]) for part in own for i in part.layers)
+    backward = BACKWARD_FACTOR * max(saved[shape.groups[i]] for part in own for i in part.layers)
     if not way.recompute:  # its own share is among those in flight
         backward *= 1.0 - 1.0 / BACKWARD_FACTOR
     lines["one layer's backward"] = backward + 2 * sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,13 @@ from megatrain.errors import PlanRefused
 from megatrain.mesh.layout import Layout
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
+from megatrain.planner.cluster.memory import heaviest_rank
 from megatrain.planner.cluster.search import Found, search
 from megatrain.planner.cluster.shards import count_on_fake_group
 from megatrain.planner.plan import gib
+
+CHECKED = 3
+"""Of the best layouts so many are built on a fake process group; each takes a second or two."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class ClusterPlan:
     Attributes:
         found: Of the search.
         yours: The file's own layout, None if it gives none.
-        elements: By place in `found.best`: parameters that the heaviest rank holds, counted on a fake process group.
+        elements: Parameters that the heaviest rank of the first `CHECKED` layouts holds, counted on a fake process group.
         steps: Length of the run, None where it is not known.
     """
 
@@ -64,8 +69,8 @@ class ClusterPlan:
             "fit": self.found.fit,
             "refused": dict(self.found.refused),
             "best": [
-                {**verdict.as_dict(), "elements_of_heaviest_rank": elements}
-                for verdict, elements in zip(self.found.best, self.elements, strict=True)
+                {**verdict.as_dict(), "counted_elements_of_heaviest_rank": elements}
+                for verdict, elements in itertools.zip_longest(self.found.best, self.elements)
             ],
             "yours": None
             if yours is None
@@ -90,7 +95,7 @@ def plan_cluster(
     found = search(job, config, count)
     if not found.best:
         raise PlanRefused(_refusal(job, found))
-    elements = tuple(_checked_elements(job, verdict) for verdict in found.best)
+    elements = tuple(_checked_elements(job, verdict) for verdict in found.best[:CHECKED])
     return ClusterPlan(job, found, _look_at(job, config, yours), elements, steps)
 
 
@@ -121,7 +126,7 @@ def _look_at(job: Job, config: Any, way: Way | None) -> Yours | None:
     return Yours(layout, verdict, tuple(problems))
 
 
-def _ledger(lines: Mapping[str, int]) -> str:
+def _ledger(lines: Mapping[str, float]) -> str:
     largest = sorted(lines.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in largest[:4])
 
@@ -134,7 +139,7 @@ def _refusal(job: Job, found: Found) -> str:
     ]
     text += [f"  {count:>7,} refused: {why}" for why, count in found.refused.most_common()]
     if found.nearest is not None:
-        way, memory = found.nearest
+        way, memory = found.nearest, heaviest_rank(job, found.nearest)
         text.append(f"  nearest: {layout_words(way)}; {gib(memory.nbytes)} of {gib(allowed_bytes(job))}")
         text += [f"    {gib(size):>11}  {name}" for name, size in memory.lines.items()]
         state = 16 * shape.parameters

@@ -15,16 +15,17 @@ from typing import Any
 
 from megatrain.mesh.layout import SCHEDULES, Layout, dropout_keys
 from megatrain.planner.cluster.job import Job, Way
-from megatrain.planner.cluster.judge import Verdict, allowed_bytes, estimate, judge, memory_of
+from megatrain.planner.cluster.judge import Verdict, allowed_bytes, estimate, judge
+from megatrain.planner.cluster.memory import RankMemory, heaviest_rank, state_bytes
 
 MOST_ROWS = 8
 """Of a microbatch."""
 MOST_VIRTUAL = 8
 LEAST_CONTEXT_TOKENS = 4096
 """A context rank has at least so many tokens of a row."""
-PLAYED = 3
+PLAYED = 2
 """Ways played through of each (tensor, pipeline, context, schedule)."""
-KINDS_PLAYED = 40
+KINDS_PLAYED = 24
 
 
 REASONS = {
@@ -51,14 +52,14 @@ class Found:
         best: Fastest first, one of each (tensor, pipeline, context, schedule).
         tried, fit: Ways, and how many of them fit.
         refused: Layouts by the reason they were refused for.
-        nearest: The way that needs least memory, if none fits.
+        nearest: Of those that do not fit the memory, the one that comes nearest.
     """
 
     best: tuple[Verdict, ...]
     tried: int
     fit: int
     refused: Counter[str]
-    nearest: tuple[Way, Any] | None = None
+    nearest: Way | None = None
 
 
 def search(job: Job, config: Any, count: int = 10) -> Found:
@@ -69,20 +70,23 @@ def search(job: Job, config: Any, count: int = 10) -> Found:
         count: How many are wanted.
     """
     refused: Counter[str] = Counter()
-    fitting: list[tuple[float, Way, Any]] = []
-    tried = 0
-    nearest: tuple[Way, Any] | None = None
+    fitting: list[tuple[float, Way, RankMemory]] = []
+    tried, allowed = 0, allowed_bytes(job)
+    nearest: tuple[float, Way] | None = None
     for way in ways(job, config, refused):
         tried += 1
-        memory = memory_of(job, way)
-        if nearest is None or memory.nbytes < nearest[1].nbytes:
-            nearest = way, memory
-        if memory.nbytes > allowed_bytes(job):
-            refused["more memory than a GPU has"] += 1
+        memory, least = None, state_bytes(job, way)
+        if least <= allowed:
+            memory = heaviest_rank(job, way)
+            least = memory.nbytes
+        if memory is not None and least <= allowed:
+            fitting.append((estimate(job, way), way, memory))
             continue
-        fitting.append((estimate(job, way), way, memory))
+        refused["more memory than a GPU has"] += 1
+        if nearest is None or least < nearest[0]:
+            nearest = least, way
     fitting.sort(key=lambda item: item[0])
-    kinds: dict[Any, list[Verdict]] = {}
+    kinds: dict[tuple[int, int, int, str], list[Verdict]] = {}
     for _, way, memory in fitting:
         kind = (way.layout.tensor, way.layout.pipeline, way.layout.context, way.layout.schedule)
         if kind not in kinds and len(kinds) >= KINDS_PLAYED:
@@ -90,7 +94,7 @@ def search(job: Job, config: Any, count: int = 10) -> Found:
         if len(kinds.setdefault(kind, [])) < PLAYED:
             kinds[kind].append(judge(job, way, memory))
     best = sorted((max(v, key=_merit) for v in kinds.values()), key=_merit, reverse=True)
-    return Found(tuple(best[:count]), tried, len(fitting), refused, None if fitting else nearest)
+    return Found(tuple(best[:count]), tried, len(fitting), refused, nearest[1] if nearest else None)
 
 
 def _merit(verdict: Verdict) -> float:

@@ -16,6 +16,7 @@ residuals too, for they are split by tokens. A pass of a layer takes at least it
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatrain.mesh.actions import StageSeconds
@@ -68,6 +69,7 @@ class StageCost:
         forward, backward: For one microbatch.
         weight: Part of the backward that a split backward does later.
         first_forward: Of gathering parameters, once a step, what shows.
+        gather: The whole of it.
         reduce: Of gradients, once a step; with a pipeline.
     """
 
@@ -75,11 +77,8 @@ class StageCost:
     backward: Pass
     weight: float
     first_forward: float
+    gather: float
     reduce: float
-
-    @property
-    def for_clock(self) -> StageSeconds:
-        return StageSeconds(self.forward.seconds, self.backward.seconds, self.weight, self.first_forward, self.reduce)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def stage_cost(job: Job, way: Way, part: Part) -> StageCost:
     """Seconds of a stage; see [Note: what is hidden]."""
     layout, shape = way.layout, job.inventory.shape
     groups = _Groups(*(group(layout, job.cluster, d) for d in ("tensor", "context", "fsdp", "replicate")))
-    forward, backward, weight, first, reduce = Pass(), Pass(), 0.0, 0.0, 0.0
+    forward, backward, weight, first, gathers, reduce = Pass(), Pass(), 0.0, 0.0, 0.0, 0.0
     for number, count in Counter(shape.groups[i] for i in part.layers).items():
         f, b, w = _layer(job, way, shape.costs[number], groups)
         whole = job.inventory.layer(number, layout.tensor, 1)
@@ -104,11 +103,13 @@ def stage_cost(job: Job, way: Way, part: Part) -> StageCost:
             b += Pass(shard=max(0.0, gather + scatter - b.seconds))
         else:
             first += count * max(0.0, gather - f.seconds)
+            gathers += count * gather
             reduce += count * scatter
         forward, backward, weight = forward + f * count, backward + b * count, weight + w * count
     edges = job.inventory.edges(part.first, part.last, layout.tensor, 1)
     if edges:
         first += _gather(job, groups, edges)
+        gathers += _gather(job, groups, edges)
         reduce += _reduce(groups, edges)
     if part.first:
         embedding = (1.0 - job.practice.tensor_overlap) * groups.tensor.all_reduce(_hidden_bytes(job, way))
@@ -119,7 +120,21 @@ def stage_cost(job: Job, way: Way, part: Part) -> StageCost:
     if layout.pipeline == 1:  # the edges stay gathered, their gradients are reduced with every microbatch
         backward += Pass(shard=_reduce(groups, edges))
         reduce = 0.0
-    return StageCost(forward, backward, weight, first, reduce)
+    return StageCost(forward, backward, weight, first, gathers, reduce)
+
+
+def for_clock(job: Job, way: Way, costs: Sequence[StageCost]) -> list[StageSeconds]:
+    """What the clock needs of all stages."""
+    found = [
+        StageSeconds(c.forward.seconds, c.backward.seconds, c.weight, c.first_forward, 0.0, c.reduce) for c in costs
+    ]
+    if job.practice.gathers_ahead and way.layout.pipeline > 1:
+        for rank in range(way.layout.pipeline):
+            at = 0.0
+            for stage in way.layout.stages_of(rank):
+                at += costs[stage].gather
+                found[stage] = replace(found[stage], first_forward=0.0, gathered_at=at)
+    return found
 
 
 def _layer(job: Job, way: Way, cost: LayerCost, groups: _Groups) -> tuple[Pass, Pass, float]:

@@ -19,7 +19,8 @@ from typing import Literal
 from megatrain.machine.cluster import Cluster
 from megatrain.mesh.layout import Layout
 
-Dimension = Literal["tensor", "context", "fsdp", "replicate", "pipeline", "tie"]
+Dimension = Literal["tensor", "context", "fsdp", "replicate", "pipeline"]
+DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "fsdp", "replicate", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,6 @@ def group(layout: Layout, cluster: Cluster, dimension: Dimension) -> Group:
         "fsdp": (tensor, shard * context),
         "replicate": (tensor * context * shard, replicate),
         "pipeline": (tensor * context * shard * replicate, layout.pipeline),
-        "tie": ((layout.pipeline - 1) * tensor * context * shard * replicate, 2 if layout.pipeline > 1 else 1),
     }[dimension]
     per_node = min(size, max(1, cluster.gpus_per_node // max(1, stride)))
     nodes = -(-size // per_node)
