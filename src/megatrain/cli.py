@@ -12,9 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain.errors import MegatrainError, UserError
 from megatrain.stop import INTERRUPTED
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,11 +69,7 @@ def _run(words: list[str]) -> int:
 
             check(run, resume=arguments.resume)
         case "plan":
-            from megatrain.planner.report import plan_json, plan_text
-            from megatrain.planner.run import plan_run
-
-            made = plan_run(run, machine_file=arguments.machine)
-            _say(plan_json(made) if arguments.json else plan_text(made))
+            (_plan if arguments.world is None else _plan_cluster)(run, arguments)
         case "eval":
             from megatrain.evaluate import evaluate_run
 
@@ -79,6 +79,26 @@ def _run(words: list[str]) -> int:
 
             inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
     return 0
+
+
+def _plan(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from megatrain.planner.report import plan_json, plan_text
+    from megatrain.planner.run import plan_run
+
+    made = plan_run(run, machine_file=arguments.machine)
+    _say(plan_json(made) if arguments.json else plan_text(made))
+
+
+def _plan_cluster(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from megatrain.planner.cluster.report import cluster_json, cluster_text
+    from megatrain.planner.cluster.run import plan_cluster_run
+
+    if arguments.machine is None:
+        raise UserError(
+            "needs the figures of a cluster", "--world", "give --machine FILE (docs/machines/h100-cluster.yaml is one)"
+        )
+    made = plan_cluster_run(run, machine_file=arguments.machine, world=arguments.world)
+    _say(cluster_json(made) if arguments.json else cluster_text(made))
 
 
 def _on_a_checkpoint(arguments: argparse.Namespace) -> None:
@@ -250,6 +270,12 @@ def _parser() -> argparse.ArgumentParser:
         commands, "plan", "what goes where, how a step is cut, and what that costs, before anything is allocated"
     )
     plan.add_argument("--machine", metavar="FILE", help="plan for the machine in this file (see docs/machines)")
+    plan.add_argument(
+        "--world",
+        metavar="N",
+        type=_positive,
+        help="rank the layouts of N GPUs (engine: mesh); --machine is a cluster's file",
+    )
     plan.add_argument("--json", action="store_true", help="as JSON")
     _add_machine_commands(commands)
     data = _command(commands, "data", "show what the data becomes: trained and masked tokens, lengths, rows, rejects")

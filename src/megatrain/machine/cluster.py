@@ -34,6 +34,7 @@ class Cluster:
         node_gbps: Of the link inside a node, for each GPU and direction, reached by collectives.
         network_gbps: Of the network between nodes, for each GPU and direction, reached by collectives (400 Gb/s are 50).
         node_latency_us, network_latency_us: Of one step of a collective.
+        to_host_gbps: Copies of a GPU to its host, all GPUs of a node at once.
         storage_write_gbps, storage_read_gbps: Of one process that writes or reads a checkpoint.
         mtbf_hours: Mean time between failures of one GPU with its share of node and network.
         restart_minutes: From a failure to the first step, reading the checkpoint aside.
@@ -51,6 +52,7 @@ class Cluster:
     network_gbps: float
     node_latency_us: float = 4.0
     network_latency_us: float = 12.0
+    to_host_gbps: float = 20.0
     storage_write_gbps: float = 2.0
     storage_read_gbps: float = 5.0
     mtbf_hours: float = 50_000.0

@@ -1,265 +1,177 @@
-"""The action table of a pipeline schedule, exactly as the engine will run it, and a clock that plays it through.
+"""What each rank of a pipeline does when: measured per action, and simulated from the schedule's own table.
 
-The table is torch's: `schedule.CLASSES` makes it, from the numbers of ranks, stages and microbatches alone. Playing it needs what
-each action takes and nothing else, so a plan for a thousand GPUs and the bubble that a monitor shows beside the measured one are
-the same calculation.
-
-[Note: 1f1b has no table]
-torch's `Schedule1F1B` runs a loop. (It can print a table, but the last rank's begins with microbatch 1.) The loop is: as many
-forwards as there are stages from this one to the end, then a backward and a forward in turn, then the backwards that are left.
-
-[Note: what the clock assumes]
-A rank runs its actions one after the other, in the table's order. An action starts when the rank is free and what it needs is
-there: a forward needs the stage before, a backward its own forward and the stage behind, each `transfer_s` later where another
-rank holds that stage. A reduction runs beside the actions that follow it, on a stream of its own. Two actions that a schedule
-overlaps are played one after the other, for they share one GPU.
+[Note: bubble]
+An action is one forward or backward of one stage on one microbatch. A rank's busy time is the sum of its actions; a step's span
+runs from the common start of the forward to the end of the last action anywhere. The bubble is the share of all ranks' time that
+is not busy: 1 - sum(busy) / (ranks x span). Measured, it also holds waits for messages between stages. The simulated bubble plays
+the schedule's table with the measured mean of each kind of action and free messages: what is left between the two is
+communication and jitter.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
-from megatrain.mesh.layout import Layout
-from megatrain.mesh.schedule import CLASSES
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; whole backward; gradients of inputs alone; gradients of weights alone."""
 
-Kind = Literal["forward", "backward", "input", "weight", "reduce"]
-"""`backward` is a whole one; `input` and `weight` are its halves where a schedule splits it. `reduce` comes once a stage."""
-
-KINDS: dict[str, Kind] = {
-    "FORWARD": "forward",
-    "FULL_BACKWARD": "backward",
-    "BACKWARD_INPUT": "input",
-    "BACKWARD_WEIGHT": "weight",
-}
-"""By torch's names. Its own entries for reductions, which some schedules have and others do not, are left out and put in again
-behind each stage's last backward, where torch reduces in any case."""
+_KINDS: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank does with one microbatch of one of its stages."""
+    """One entry of a schedule's table."""
 
-    stage: int
     kind: Kind
+    stage: int
     microbatch: int
 
 
-Table = tuple[tuple[Action, ...], ...]
-"""Per pipeline rank, its actions in order."""
-
-
-@functools.lru_cache(maxsize=256)
-def action_table(schedule: str, pipeline: int, virtual: int, microbatches: int) -> Table:
-    """What each pipeline rank does in a step.
-
-    Args:
-        schedule: One of `layout.SCHEDULES`.
-        pipeline: Ranks; one of them runs forward and backward of each microbatch in turn.
-        virtual: Stages per rank.
-        microbatches: At least what the schedule needs.
-    """
-    if pipeline == 1:
-        pairs = ((Action(0, "forward", m), Action(0, "backward", m)) for m in range(microbatches))
-        return (_with_reductions([action for pair in pairs for action in pair]),)
-    if schedule == "1f1b":
-        return tuple(
-            _with_reductions(_one_forward_one_backward(rank, pipeline, microbatches)) for rank in range(pipeline)
-        )
-    stages = [_stand_in(rank * pipeline, pipeline, pipeline * virtual) for rank in range(virtual)]
-    made = _table_only(schedule)(
-        stages,
-        n_microbatches=microbatches,
-        loss_fn=lambda loss, target: loss,
-        scale_grads=False,
-    )
-    return tuple(_with_reductions(_plain(made.pipeline_order[rank])) for rank in range(pipeline))
-
-
-@functools.cache
-def _table_only(schedule: str) -> Any:
-    """The class of a schedule, without the sends and receives that it would work out next, which takes much longer."""
-    nothing = {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None}
-    return type("TableOnly", (CLASSES[schedule],), nothing)
-
-
-def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """See [Note: 1f1b has no table]."""
-    first = min(microbatches, stages - stage)
-    found = [Action(stage, "forward", m) for m in range(first)]
-    for m in range(microbatches):
-        found.append(Action(stage, "backward", m))
-        if m + first < microbatches:
-            found.append(Action(stage, "forward", m + first))
-    return found
-
-
-def _stand_in(index: int, pipeline: int, stages: int) -> Any:
-    """What a schedule of torch's asks of a stage before it runs anything."""
-    return SimpleNamespace(
-        group_rank=0,
-        group_size=pipeline,
-        group=None,
-        num_stages=stages,
-        stage_index=index,
-        stage_index_to_group_rank={},
-        is_first=index == 0,
-        is_last=index == stages - 1,
-        has_backward=True,
-        submod=None,
-        device=torch.device("cpu"),
-    )
-
-
-def _plain(actions: Sequence[Any]) -> list[Action]:
-    """Without torch's idle slots; overlapped actions one after the other."""
-    found: list[Action] = []
-    for action in actions:
-        if action is None:
-            continue
-        if action.sub_actions:
-            found += _plain(action.sub_actions)
-        elif action.computation_type.name in KINDS:
-            found.append(Action(action.stage_index, KINDS[action.computation_type.name], action.microbatch_index))
-    return found
-
-
-def _with_reductions(actions: Sequence[Action]) -> tuple[Action, ...]:
-    last = {action.stage: number for number, action in enumerate(actions)}
-    found: list[Action] = []
-    for number, action in enumerate(actions):
-        found.append(action)
-        if last[action.stage] == number:
-            found.append(Action(action.stage, "reduce", -1))
-    return tuple(found)
-
-
 @dataclass(frozen=True)
-class StageSeconds:
-    """What the actions of one stage take for one microbatch.
+class Timed:
+    """An action as it ran, in seconds since the step began."""
 
-    Attributes:
-        forward, backward: Whole passes; what is computed again belongs to the backward.
-        weight: The part of `backward` that a split backward does later.
-        first_forward: What the first microbatch's forward takes beside that: parameters that are gathered under it.
-        gathered_at: Before that second of the step nothing of the stage starts: parameters that are gathered ahead.
-        reduce: Gradients over the data ranks, once.
-    """
-
-    forward: float
-    backward: float
-    weight: float = 0.0
-    first_forward: float = 0.0
-    gathered_at: float = 0.0
-    reduce: float = 0.0
-
-    def of(self, action: Action) -> float:
-        match action.kind:
-            case "forward":
-                return self.forward + (self.first_forward if action.microbatch == 0 else 0.0)
-            case "backward":
-                return self.backward
-            case "input":
-                return self.backward - self.weight
-            case "weight":
-                return self.weight
-            case "reduce":
-                return self.reduce
-
-
-@dataclass(frozen=True)
-class Played:
-    """A table played through.
-
-    Attributes:
-        seconds: When the last rank has ended, reductions included.
-        computed: When the last rank has ended its last forward or backward.
-        busy: Per rank, seconds of its forwards and backwards.
-    """
-
-    seconds: float
-    computed: float
-    busy: tuple[float, ...]
+    action: Action
+    begin_s: float
+    end_s: float
 
     @property
-    def idle(self) -> float:
-        """The bubble: the share of all ranks' time, up to the last backward, in which they wait."""
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.computed) if self.computed else 0.0
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
 
 
-def play(table: Table, stages: Sequence[StageSeconds], transfer_s: float = 0.0) -> Played:
-    """Seconds of a table; see [Note: what the clock assumes].
+class ActionClock:
+    """Times the actions of one rank and one step. On CUDA by events on the current stream: nothing waits for it.
 
     Args:
-        table: From `action_table`.
-        stages: By stage.
-        transfer_s: Of one microbatch's hidden states from one rank to another.
+        device: Where the actions compute.
     """
-    holder = {action.stage: rank for rank, actions in enumerate(table) for action in actions}
-    done: dict[tuple[int, bool, int], float] = {}  # (stage, is a backward, microbatch) -> when
-    clock, reduced, busy = [0.0] * len(table), [0.0] * len(table), [0.0] * len(table)
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._start: Any = None
+        self._marks: list[tuple[Action, Any, Any]] = []
+
+    def start(self) -> None:
+        """A step begins; what was measured before is forgotten."""
+        self._marks.clear()
+        self._start = self._now()
+
+    @contextlib.contextmanager
+    def action(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self._marks.append((Action(kind, stage, microbatch), begin, self._now()))
+
+    def read(self) -> list[Timed]:
+        """The actions since `start`. On CUDA they must have ended: call it behind a synchronisation of the step."""
+        return [Timed(action, self._since(begin), self._since(end)) for action, begin, end in self._marks]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, mark: Any) -> float:
+        return self._start.elapsed_time(mark) / 1e3 if self._cuda else mark - self._start
+
+
+def busy_s(timed: Sequence[Timed]) -> float:
+    return sum(t.seconds for t in timed)
+
+
+def span_s(timed: Sequence[Timed]) -> float:
+    """From the start of the step to the end of its last action."""
+    return max((t.end_s for t in timed), default=0.0)
+
+
+def bubble(busy: Sequence[float], span: float) -> float:
+    """See [Note: bubble]; busy seconds of each rank, and the longest span."""
+    return max(0.0, 1.0 - sum(busy) / (len(busy) * span)) if span > 0 else 0.0
+
+
+def mean_costs(timed: Sequence[Timed]) -> dict[tuple[Kind, int], float]:
+    """Mean seconds of each (kind, stage)."""
+    found: dict[tuple[Kind, int], list[float]] = {}
+    for t in timed:
+        found.setdefault((t.action.kind, t.action.stage), []).append(t.seconds)
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def one_forward_one_backward(ranks: int, microbatches: int) -> list[list[Action]]:
+    """The table of 1F1B: rank r is stage r."""
+    table = []
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - rank)
+        row = [Action("F", rank, m) for m in range(ahead)]
+        for m in range(microbatches):
+            row.append(Action("B", rank, m))
+            if ahead + m < microbatches:
+                row.append(Action("F", rank, ahead + m))
+        table.append(row)
+    return table
+
+
+def table_of(schedule: Any, ranks: int) -> list[list[Action]]:
+    """Each rank's actions in order, from a schedule of torch's that holds several stages per rank."""
+    order: Mapping[int, Sequence[Any]] = schedule.pipeline_order
+    table: list[list[Action]] = []
+    for rank in range(ranks):
+        row: list[Action] = []
+        for entry in order[rank]:
+            for part in (getattr(entry, "sub_actions", None) or (entry,)) if entry is not None else ():
+                kind = _KINDS.get(part.computation_type.name)
+                if kind is not None:
+                    row.append(Action(kind, part.stage_index, part.microbatch_index))
+        table.append(row)
+    return table
+
+
+def simulate(table: Sequence[Sequence[Action]], costs: Mapping[tuple[Kind, int], float], stages: int) -> float:
+    """The bubble of a table with given costs, where an action starts as soon as its rank and what it needs allow.
+
+    Args:
+        table: Actions of each rank, in order.
+        costs: Seconds of each (kind, stage).
+        stages: Of the whole pipeline.
+    """
+    ends: dict[Action, float] = {}
+    free = [0.0] * len(table)
     position = [0] * len(table)
-    moving = True
-    while moving:
-        moving = False
-        for rank, actions in enumerate(table):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                ready = _ready(action, done, holder, len(stages), transfer_s)
-                if ready is None:
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                needed = _needs(action, stages)
+                known = [next((ends[n] for n in either if n in ends), None) for either in needed]
+                if any(end is None for end in known):
                     break
-                seconds = stages[action.stage].of(action)
-                if action.kind == "reduce":
-                    reduced[rank] = max(reduced[rank], clock[rank]) + seconds
-                else:
-                    clock[rank] = max(clock[rank], ready, stages[action.stage].gathered_at) + seconds
-                    busy[rank] += seconds
-                if action.kind in ("forward", "backward", "input"):
-                    done[action.stage, action.kind != "forward", action.microbatch] = clock[rank]
+                begin = max([free[rank], *(end for end in known if end is not None)])
+                ends[action] = free[rank] = begin + costs[action.kind, action.stage]
                 position[rank] += 1
-                moving = True
-    assert all(p == len(actions) for p, actions in zip(position, table, strict=True)), "the table waits for itself"
-    return Played(max(*clock, *reduced), max(clock), tuple(busy))
+                moved = True
+    stuck = [row[at] for row, at in zip(table, position, strict=True) if at < len(row)]
+    assert not stuck, f"the schedule waits in a circle at {stuck}"
+    busy = [sum(costs[a.kind, a.stage] for a in row) for row in table]
+    return bubble(busy, max(free, default=0.0))
 
 
-def _ready(
-    action: Action, done: dict[tuple[int, bool, int], float], holder: dict[int, int], stages: int, transfer_s: float
-) -> float | None:
-    """When what the action needs is there, None if nobody has made it yet."""
-    if action.kind in ("weight", "reduce"):
-        return 0.0  # the rank's own order sees to it
-    backward = action.kind != "forward"
-    before = action.stage + 1 if backward else action.stage - 1
-    if not 0 <= before < stages:
-        return 0.0
-    made = done.get((before, backward, action.microbatch))
-    if made is None:
-        return None
-    return made + (transfer_s if holder[before] != holder[action.stage] else 0.0)
-
-
-def most_in_flight(actions: Sequence[Action], nbytes: Sequence[float]) -> float:
-    """The most that a rank holds at any time between forwards and backwards.
-
-    Args:
-        actions: Of the rank, in order.
-        nbytes: By stage: what one microbatch leaves behind from its forward to its backward, to `weight` where that is apart.
-    """
-    held = most = 0.0
-    for action in actions:
-        if action.kind == "forward":
-            held += nbytes[action.stage]
-            most = max(most, held)
-        elif action.kind in ("backward", "weight"):
-            held -= nbytes[action.stage]
-    return most
-
-
-def table_of(layout: Layout) -> Table:
-    """The table of a resolved layout."""
-    return action_table(layout.schedule, layout.pipeline, layout.virtual, layout.pieces)
+def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
+    """What must have ended before an action; of each tuple one."""
+    stage, m = action.stage, action.microbatch
+    if action.kind == "F":
+        return [(Action("F", stage - 1, m),)] if stage > 0 else []
+    if action.kind == "W":
+        return [(Action("I", stage, m),)]
+    own = (Action("F", stage, m),)
+    return [own, (Action("B", stage + 1, m), Action("I", stage + 1, m))] if stage < stages - 1 else [own]

@@ -44,6 +44,7 @@ class Job:
         step: Rows and tokens of a row.
         practice: Of the engine.
         compute_bytes: Of an element in forward and backward: 2 for bf16, 4 for fp32.
+        background: Checkpoints are written while training goes on.
     """
 
     inventory: Inventory
@@ -52,6 +53,7 @@ class Job:
     step: StepSize
     practice: Practice = ENGINE
     compute_bytes: int = 2
+    background: bool = True
 
     @cached_property
     def options(self) -> Options:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.mesh.actions import Played, StageSeconds, Table, action_table, play
 from megatrain.mesh.layout import Layout
+from megatrain.planner.cluster.clock import Played, StageSeconds, Table, action_table, play
 from megatrain.planner.cluster.failures import Goodput, goodput
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.memory import DEVICE_FRACTION, RankMemory, heaviest_rank
@@ -26,7 +26,7 @@ from megatrain.planner.cluster.seconds import (
     optimizer_seconds,
     stage_cost,
 )
-from megatrain.planner.cluster.traffic import DIMENSIONS, Dimension, group, send_seconds
+from megatrain.planner.cluster.traffic import DIMENSIONS, Dimension, Group, group, send_seconds
 
 MOST_PLAYED = 5
 """Rounds of `pipeline` microbatches."""
@@ -112,7 +112,8 @@ class Verdict:
             "goodput": {
                 "share": self.goodput.share,
                 "mtbf_hours": self.goodput.mtbf_hours,
-                "save_seconds": self.goodput.save_s,
+                "save_stops_seconds": self.goodput.stop_s,
+                "save_written_seconds": self.goodput.write_s,
                 "restart_seconds": self.goodput.restart_s,
                 "save_every_steps": self.goodput.every_steps,
             },
@@ -198,7 +199,7 @@ def judge(job: Job, way: Way, memory: RankMemory | None = None) -> Verdict:
         flows=flows(job, way),
         tokens_per_s=tokens / step_s,
         mfu=flops / (step_s * job.world * job.cluster.peak_tflops * 1e12),
-        goodput=goodput(job.cluster, job.world, job.inventory.shape.parameters, step_s),
+        goodput=goodput(job.cluster, job.world, job.inventory.shape.parameters, own, step_s, job.background),
     )
 
 
@@ -234,11 +235,11 @@ def flows(job: Job, way: Way) -> dict[Dimension, Flow]:
     whole = max(
         sum(inventory.stage(parts[s], layout.tensor, 1) for s in layout.stages_of(r)) for r in range(layout.pipeline)
     )
-    groups = {name: group(layout, job.cluster, name) for name in DIMENSIONS}
+    groups: dict[Dimension, Group] = {name: group(layout, job.cluster, name) for name in DIMENSIONS}
     times = 1 if layout.pipeline > 1 else pieces
     keys_values = 2 * inventory.kv_width * way.tokens(job.step) * layout.context * job.compute_bytes / layout.tensor
     gathers = (1 if layout.pipeline > 1 else 2 * pieces) * job.compute_bytes
-    sent = {
+    sent: dict[Dimension, float] = {
         "tensor": 4 * passes * layers * pieces * groups["tensor"].moved(hidden),
         "context": passes * layers * pieces * groups["context"].moved(keys_values),
         "fsdp": groups["fsdp"].moved((gathers + 4 * times) * whole),

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.mesh.actions import Action, action_table, most_in_flight
+from megatrain.mesh.actions import Action
 from megatrain.mesh.layout import Layout
 from megatrain.mesh.stage import HEAD_CHUNK_TOKENS, Part
+from megatrain.planner.cluster.clock import action_table, most_in_flight
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR, GIB
 

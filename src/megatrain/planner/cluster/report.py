@@ -82,7 +82,8 @@ def _first(plan: ClusterPlan) -> Iterator[str]:
         sent = f"{flow.nbytes / 1e9:>8,.1f} GB  {name}: {flow.size} ranks, {flow.per_node} of them in a node"
         yield f"      {sent}; {_link(flow.link)}"
     yield (
-        f"    failures: one every {loss.mtbf_hours:.1f} h; a save takes {loss.save_s:,.0f} s, a restart {loss.restart_s:,.0f} s; "
+        f"    failures: one every {loss.mtbf_hours:.1f} h; a save stops training for {loss.stop_s:,.1f} s and "
+        f"is written in {loss.write_s:,.0f} s, a restart takes {loss.restart_s:,.0f} s; "
         f"save every {loss.every_steps:,} steps ({loss.every_s / 3600:.1f} h); goodput {loss.share:.1%}"
     )
     if plan.steps is not None:

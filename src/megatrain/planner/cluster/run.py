@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ def plan_cluster_run(run: RunConfig, *, machine_file: str | Path, world: int) ->
         compute_bytes=4 if run.precision.compute_dtype == "fp32" else 2,
         trust_remote_code=run.model.trust_remote_code,
     )
+    job = replace(job, background=run.checkpoint.background)
     return plan_cluster(job, config, yours=_own_way(run), steps=run.schedule.steps)
 
 

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.mesh.actions import StageSeconds
 from megatrain.mesh.stage import Part
+from megatrain.planner.cluster.clock import StageSeconds
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.traffic import Group, group
 from megatrain.planner.timeline import (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.mesh.actions import Action, StageSeconds, action_table, most_in_flight, play, table_of
+from megatrain.mesh.actions import Action
 from megatrain.mesh.layout import SCHEDULES, Layout
 from megatrain.mesh.schedule import CLASSES
+from megatrain.planner.cluster.clock import StageSeconds, action_table, most_in_flight, play
 
 ONE_THIRD = StageSeconds(1.0, 2.0, weight=1.0)
 
@@ -35,10 +36,10 @@ def test_split_backwards_have_smaller_bubbles():
 def test_every_stage_does_everything_once(schedule, pipeline):
     virtual = SCHEDULES[schedule].virtual[0] if pipeline > 1 else 1
     layout = Layout(pipeline=pipeline, virtual=virtual, schedule=schedule, shard=1, microbatches=2 * pipeline * virtual)
-    table = table_of(layout)
-    forwards = sorted((a.stage, a.microbatch) for actions in table for a in actions if a.kind == "forward")
+    table = action_table(schedule, pipeline, virtual, layout.pieces)
+    forwards = sorted((a.stage, a.microbatch) for actions in table for a in actions if a.kind == "F")
     assert forwards == [(s, m) for s in range(layout.stages) for m in range(layout.pieces)]
-    ends = sorted((a.stage, a.microbatch) for actions in table for a in actions if a.kind in ("backward", "weight"))
+    ends = sorted((a.stage, a.microbatch) for actions in table for a in actions if a.kind in ("B", "W"))
     assert ends == forwards
     for rank, actions in enumerate(table):
         assert {a.stage for a in actions} == set(layout.stages_of(rank) if pipeline > 1 else [0])
@@ -59,13 +60,13 @@ class RecordingStage:
     get_bwd_recv_ops = get_fwd_send_ops = get_bwd_send_ops = get_fwd_recv_ops
 
     def forward_one_chunk(self, microbatch: int, *args: object, **kwargs: object) -> None:
-        self.calls.append(("forward", microbatch))
+        self.calls.append(("F", microbatch))
 
     def backward_one_chunk(self, microbatch: int, **kwargs: object) -> None:
-        self.calls.append(("backward", microbatch))
+        self.calls.append(("B", microbatch))
 
     def perform_reduce_grad(self, _: float) -> None:
-        self.calls.append(("reduce", -1))
+        pass
 
 
 @pytest.mark.parametrize("microbatches", [4, 9])
@@ -79,9 +80,7 @@ def test_the_table_of_1f1b_is_the_loop_that_torch_runs(microbatches, monkeypatch
         stage = RecordingStage(rank, 4)
         schedule = kind(stage, n_microbatches=microbatches, loss_fn=lambda *_: None, scale_grads=False)
         schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
-        assert [(a.kind, a.microbatch) for a in actions] == [c for c in stage.calls if c[0] != "reduce"] + [
-            ("reduce", -1)
-        ]
+        assert [(a.kind, a.microbatch) for a in actions] == stage.calls
 
 
 def test_a_transfer_delays_what_another_rank_waits_for():
@@ -96,6 +95,7 @@ def test_the_first_rank_of_1f1b_holds_as_many_microbatches_as_there_are_ranks():
     assert held == [4, 3, 2, 1]
 
 
-def test_a_reduction_runs_beside_the_next_action():
-    table = ((Action(0, "forward", 0), Action(0, "backward", 0), Action(0, "reduce", -1)),)
+def test_gathering_and_reducing_are_played_too():
+    table = ((Action("F", 0, 0), Action("B", 0, 0)),)
     assert play(table, [StageSeconds(1.0, 2.0, first_forward=0.5, reduce=4.0)]).seconds == 7.5
+    assert play(table, [StageSeconds(1.0, 2.0, gathered_at=5.0)]).seconds == 8.0
