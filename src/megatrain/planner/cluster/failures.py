@@ -1,9 +1,10 @@
 """How often to save, and what is left of a run's time: Young's and Daly's optimum.
 
-A failure anywhere stops all. With M the mean time between failures of the whole job and C the seconds for which a save stops training,
-saving every t seconds loses C / t of the time to saves, and each failure loses t / 2, the writing W of the save that did not get
-done, and the restart R. The best t is near sqrt(2 C M) (J. Young, 1974); J. Daly's higher order (2006) is used:
-sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C. One save is written at a time, so t is at least W.
+A failure anywhere stops all. With M the mean time between failures of the whole job and C the seconds for which a
+save stops training, saving every t seconds loses C / t of the time to saves, and each failure loses t / 2, the
+writing W of the save that did not get done, and the restart R. The best t is near sqrt(2 C M) (J. Young, 1974); J.
+Daly's higher order (2006) is used: sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C. One save is written at a time,
+so t is at least W.
 """
 
 from __future__ import annotations

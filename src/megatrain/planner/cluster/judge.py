@@ -2,7 +2,7 @@
 
 [Note: many microbatches]
 A schedule's table settles into rounds. Beyond `MOST_PLAYED` rounds of microbatches the clock plays a few rounds less
-and less again, and the difference is added for the rest: the same seconds, a hundredth of the work.
+and less again, and the difference is added for the rest: the same seconds within a thousandth, for a fraction of the work.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """Bytes of a pipeline rank on its GPU, line by line: as the engine holds them.
 
-[Note: what a rank holds]
-Masters, both moments and reduced gradients in fp32, sharded over the fsdp ranks: 16 bytes an element. With a
-pipeline, parameters stay gathered in the compute type from the first forward to the last backward, and gradients of
-all microbatches are summed unreduced in fp32. Without one, the edges stay gathered, and beside them at most three
-layers (the one in work, the next, the one just left).
-
 [Note: activations]
 A layer that is recomputed holds its input. Any other holds what its eager backward reads: 1.7 times what a compiled
 one would save (planner/memory.py), split over the tensor ranks, but for the two gathered inputs of its column-wise
@@ -19,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.mesh import memory as mesh
 from megatrain.mesh.actions import Action
 from megatrain.mesh.layout import Layout
 from megatrain.mesh.stage import HEAD_CHUNK_TOKENS, Part
@@ -49,7 +44,7 @@ class RankMemory:
 
 
 def heaviest_rank(job: Job, way: Way) -> RankMemory:
-    """The pipeline rank that needs most. See [Note: what a rank holds]."""
+    """The pipeline rank that needs most. See [Note: what a rank holds] in mesh/memory.py, and [Note: activations]."""
     layout, parts = way.layout, job.inventory.parts(way.layout)
     table = action_table(layout.schedule, layout.pipeline, layout.virtual, _enough(layout))
     saved = [saved_by_layer(job, way, group) for group in range(len(job.inventory.groups))]
@@ -82,14 +77,7 @@ def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[st
     whole = sum(inventory.stage(part, layout.tensor, 1) for part in own)
     largest = max(inventory.layer(g, layout.tensor, 1) for g in range(len(inventory.groups)))
     edges = sum(inventory.edges(part.first, part.last, layout.tensor, 1) for part in own)
-    lines: dict[str, float] = {"masters, moments, gradients (16 bytes, sharded)": 16 * sharded}
-    if layout.pipeline > 1:
-        lines["gathered weights"] = job.compute_bytes * whole
-        lines["gradient sums of gathered weights (fp32)"] = 4 * whole
-        lines["gradients being reduced"] = 4 * largest
-    else:
-        lines["gathered weights"] = job.compute_bytes * (edges + 3 * largest)
-        lines["gradients being reduced"] = (job.compute_bytes + 4) * (edges + 2 * largest)
+    lines = mesh.state_lines(layout.pipeline > 1, mesh.Held(whole, sharded, edges, largest), job.compute_bytes)
     lines["process, NCCL"] = PROCESS_BYTES
     return lines
 
