@@ -36,10 +36,10 @@ def test_what_is_refused_is_counted_by_reason(job: Jobs, config: Configs) -> Non
     assert not any(way.recompute and way.layout.pipeline > 1 and way.layout.kind.splits_backward for way in kept)
 
 
-def test_mixtures_get_no_tensor_parallel(job: Jobs, config: Configs) -> None:
+def test_families_that_are_not_proven_get_no_tensor_parallel(job: Jobs, config: Configs) -> None:
     refused: Counter[str] = Counter()
-    assert {way.layout.tensor for way in ways(job("qwen3_moe", rows=64), config("qwen3_moe"), refused)} == {1}
-    assert refused["the family's tensor-parallel plan is not supported"] > 0
+    assert {way.layout.tensor for way in ways(job("olmo2", rows=64), config("olmo2"), refused)} == {1}
+    assert refused["the family has not been proven with this dimension"] > 0
 
 
 def test_the_best_fit_and_are_in_order(job: Jobs, config: Configs) -> None:

@@ -33,10 +33,11 @@ def test_the_formula_counts_what_the_engine_builds(job: Callable[..., Job], layo
 
 def test_mixtures_are_counted_too(job: Callable[..., Job]) -> None:
     inventory = job("qwen3_moe").inventory
-    layout = Layout(pipeline=2, shard=4)
+    layout = Layout(tensor=2, pipeline=2, shard=4)
     parts = inventory.parts(layout)
-    assert count_on_fake_group(inventory.structure, layout, 1) == inventory.stage(parts[1], 1, 4)
-    assert {piece.tensor_dim for group in inventory.groups for piece in group} == {None}
+    assert count_on_fake_group(inventory.structure, layout, 1) == inventory.stage(parts[1], 2, 4)
+    experts = [piece for group in inventory.groups for piece in group if len(piece.shape) == 3]
+    assert experts and {piece.tensor_dim for piece in experts} == {0}
 
 
 def test_all_stages_hold_the_model_once(job: Callable[..., Job]) -> None:
