@@ -13,7 +13,7 @@ from megatrain.errors import PlanRefused
 from megatrain.mesh.layout import Layout
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import allowed_bytes, judge
-from megatrain.planner.cluster.plan import plan_cluster
+from megatrain.planner.cluster.plan import look_at, plan_cluster
 from megatrain.planner.cluster.report import cluster_text
 from megatrain.planner.cluster.search import layouts, search, ways
 
@@ -40,6 +40,12 @@ def test_families_that_are_not_proven_get_no_tensor_parallel(job: Jobs, config: 
     refused: Counter[str] = Counter()
     assert {way.layout.tensor for way in ways(job("olmo2", rows=64), config("olmo2"), refused)} == {1}
     assert refused["the family has not been proven with this dimension"] > 0
+
+
+def test_families_that_cannot_be_cut_get_no_pipeline(job: Jobs, config: Configs) -> None:
+    refused: Counter[str] = Counter()
+    assert {way.layout.pipeline for way in ways(job("gpt2", rows=64), config("gpt2"), refused)} == {1}
+    assert refused["the family cannot be cut into pipeline stages"] > 0
 
 
 def test_the_best_fit_and_are_in_order(job: Jobs, config: Configs) -> None:
@@ -70,18 +76,18 @@ def test_a_plan_is_checked_by_the_engines_own_code_and_read_by_people(job: Jobs,
 
 
 def test_your_own_layout_is_refused_with_all_reasons(job: Jobs, config: Configs) -> None:
-    bad = Way(Layout(tensor=3, pipeline=5, shard=7), True)
-    plan = plan_cluster(job("8b"), config("8b"), yours=bad)
-    assert plan.yours is not None and plan.yours.verdict is None
-    text = cluster_text(plan)
-    assert "105 ranks, but there are 64 processes" in text and "num_attention_heads 32 is not a multiple" in text
+    found = look_at(job("8b"), config("8b"), Way(Layout(tensor=3, pipeline=5, shard=7), True))
+    assert found.verdict is None
+    text = "\n".join(found.problems)
+    assert "105 ranks, but there are 64 processes" in text
+    assert "num_attention_heads 32 is not a multiple" in text
 
 
 def test_your_own_layout_that_does_not_fit_gets_its_ledger(job: Jobs, config: Configs) -> None:
-    fat = Way(Layout(replicate=64, shard=1, microbatches=1), False)
-    plan = plan_cluster(job("8b"), config("8b"), yours=fat)
-    assert "the file's own layout (parallel:) cannot run here" in cluster_text(plan)
-    assert plan.yours is not None and "masters, moments, gradients" in plan.yours.problems[0]
+    found = look_at(job("8b"), config("8b"), Way(Layout(replicate=64, shard=1, microbatches=1), False))
+    (problem,) = found.problems
+    assert found.verdict is not None
+    assert "masters, moments, gradients" in problem and "GiB of" in problem
 
 
 def test_what_fits_nowhere_is_refused_with_the_ledger(job: Jobs, config: Configs) -> None:

@@ -96,7 +96,7 @@ def plan_cluster(
     if not found.best:
         raise PlanRefused(_refusal(job, found))
     elements = tuple(_checked_elements(job, verdict) for verdict in found.best[:CHECKED])
-    return ClusterPlan(job, found, _look_at(job, config, yours), elements, steps)
+    return ClusterPlan(job, found, look_at(job, config, yours) if yours else None, elements, steps)
 
 
 def _checked_elements(job: Job, verdict: Verdict) -> int:
@@ -109,9 +109,8 @@ def _checked_elements(job: Job, verdict: Verdict) -> int:
     return counted
 
 
-def _look_at(job: Job, config: Any, way: Way | None) -> Yours | None:
-    if way is None:
-        return None
+def look_at(job: Job, config: Any, way: Way) -> Yours:
+    """A layout that somebody has chosen: judged, or refused with all reasons."""
     problems = way.layout.problems(config, job.world, job.step.rows)
     layout = way.layout if problems else way.layout.resolved(job.world)
     if problems:

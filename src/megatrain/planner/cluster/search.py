@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatrain.errors import UserError
+from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.layout import SCHEDULES, Layout, dropout_keys
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, estimate, judge
@@ -103,7 +105,11 @@ def _merit(verdict: Verdict) -> float:
 
 def ways(job: Job, config: Any, refused: Counter[str]) -> Iterator[Way]:
     """All ways to run a job that `Layout.problems` lets pass; the others are counted."""
+    cannot_be_cut = _cannot_be_cut(config)
     for layout in layouts(job):
+        if cannot_be_cut and layout.pipeline > 1:
+            refused["the family cannot be cut into pipeline stages"] += 1
+            continue
         problems = layout.problems(config, job.world, job.step.rows)
         for problem in problems:
             refused[reason(problem)] += 1
@@ -115,6 +121,15 @@ def ways(job: Job, config: Any, refused: Counter[str]) -> Iterator[Way]:
         yield Way(layout, recompute=False)
         if not splits:
             yield Way(layout, recompute=True)
+
+
+def _cannot_be_cut(config: Any) -> bool:
+    """Whether the family cannot be cut into stages; unproven ones are tried on a tiny copy, as the engine does."""
+    try:
+        verify_family_cut(config)
+    except UserError:
+        return True
+    return False
 
 
 def layouts(job: Job) -> Iterator[Layout]:
