@@ -20,11 +20,11 @@ row() { # name, seconds, lines to print, command...
 
 for name in "$@"; do
   case $name in
-    8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 $full --steps 4 ;;
+    8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 $full --steps 5 ;;
     8b-8) row "$name" 140 34 $bench --shape qwen3-8b --rows 8 --tokens 1024 $full --steps 6 ;;
     8b-24gib) row "$name" 200 34 $bench --shape qwen3-8b --rows 64 --tokens 1024 --steps 2 --warmup 1 --device-gib 24 ;;
     14b) row "$name" 150 22 $bench --shape qwen3-14b --rows 32 --tokens 1024 $full --steps 2 --no-bounds ;;
-    17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 $full --steps 2 --no-bounds ;;
+    17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 $full --steps 2 --warmup 1 --no-bounds ;;
     4b) row "$name" 100 22 $bench --shape qwen3-4b --rows 32 --tokens 1024 $full --steps 3 --no-bounds ;;
     deepspeed) row "$name" 170 4 python3 benchmarks/peers/deepspeed_zero3.py --warmup 1 --steps 2 ;;
     fsdp2) row "$name" 100 4 python3 benchmarks/peers/fsdp2.py --warmup 1 --steps 2 ;;
