@@ -140,6 +140,12 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
         commands, "plan", "what goes where, how a step is cut, and what that costs, before anything is allocated"
     )
     plan.add_argument("--machine", metavar="FILE", help="plan for the machine in this file (see docs/machines)")
+    plan.add_argument(
+        "--world",
+        metavar="N",
+        type=_positive,
+        help="rank the layouts of N GPUs (engine: mesh); --machine is a cluster's file",
+    )
     plan.add_argument("--json", action="store_true", help="as JSON")
 
 

@@ -12,10 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain.arguments import parser
 from megatrain.errors import MegatrainError, UserError
 from megatrain.stop import INTERRUPTED
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,11 +79,7 @@ def _run(words: list[str]) -> int:
 
             check(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "plan":
-            from megatrain.planner.report import plan_json, plan_text
-            from megatrain.planner.run import plan_run
-
-            made = plan_run(run, machine_file=arguments.machine)
-            _say(plan_json(made) if arguments.json else plan_text(made))
+            (_plan if arguments.world is None else _plan_cluster)(run, arguments)
         case "trace":
             from megatrain.trace import trace_run
 
@@ -100,6 +100,26 @@ def _run(words: list[str]) -> int:
 
             inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
     return 0
+
+
+def _plan(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from megatrain.planner.report import plan_json, plan_text
+    from megatrain.planner.run import plan_run
+
+    made = plan_run(run, machine_file=arguments.machine)
+    _say(plan_json(made) if arguments.json else plan_text(made))
+
+
+def _plan_cluster(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from megatrain.planner.cluster.report import cluster_json, cluster_text
+    from megatrain.planner.cluster.run import plan_cluster_run
+
+    if arguments.machine is None:
+        raise UserError(
+            "needs the figures of a cluster", "--world", "give --machine FILE (docs/machines/h100-cluster.yaml is one)"
+        )
+    made = plan_cluster_run(run, machine_file=arguments.machine, world=arguments.world)
+    _say(cluster_json(made) if arguments.json else cluster_text(made))
 
 
 def _on_a_checkpoint(arguments: argparse.Namespace) -> None:

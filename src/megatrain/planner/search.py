@@ -31,6 +31,9 @@ COARSE_STEPS = 8
 AS_GOOD = 1.004
 """Plans within this factor of the fastest are as good."""
 ALL_RESIDENT_AS_GOOD = 1.03
+HOST_SHARE = 0.9
+"""Choices are compared at so much of the host's AdamW rate: the loader, a save and whoever else is there take from cores and
+memory. At all of it, the choice would be the one whose updates end just in time, and wait whenever they do not."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,11 @@ class Search:
         found.sort(key=_seconds)
         near = {(n, c.choice.windows) for c in found[:3] for n in self._around(c.choice.resident_layers, stride)}
         found += [c for layers, windows in near if layers not in coarse for c in self._with_residents(layers, windows)]
-        return self._preferred(found)
+        choice = self._preferred(found).choice
+        return Candidate(choice, self._timeline(choice))
+
+    def _timeline(self, choice: Choice, host_share: float = 1.0) -> Timeline:
+        return simulate(self.shape, self.machine, self.step, self.options, choice, host_share)
 
     def any_fits(self) -> bool:
         """Whether anything fits, without looking for the fastest."""
@@ -128,11 +135,11 @@ class Search:
             filled = self._filled(base)
             if filled is None:
                 continue
-            yield Candidate(filled, simulate(self.shape, self.machine, self.step, self.options, filled))
+            yield Candidate(filled, self._timeline(filled, HOST_SHARE))
             if self._may_offload and not filled.offloaded and set(filled.policies) != {"keep"}:
                 lighter = self._filled(replace(base, offloaded=self.shape.depth))
                 if lighter is not None:
-                    yield Candidate(lighter, simulate(self.shape, self.machine, self.step, self.options, lighter))
+                    yield Candidate(lighter, self._timeline(lighter, HOST_SHARE))
 
     def _bases(self, layers: int, windows: int) -> Iterator[Choice]:
         """Every way to cut the step and to place the edges, with nothing kept beside what the user asked to keep."""
