@@ -1,6 +1,6 @@
 """One step of a 7B shape on one very long row: seconds, tokens/s, TFLOP/s, peaks, beside the plan. Random weights and tokens.
 
-Use: python benchmarks/long_context.py TOKENS [--layers 28] [--steps 1] [--host-gib 118] [--device-gib 134]
+Use: python benchmarks/long_context.py TOKENS [--layers 28] [--steps 1] [--host-gib 118] [--device-gib N]
             [--attention cudnn|flash] [--machine FILE] [--plan-only] [--skip-layer] [--option NAME=VALUE ...]
 
 The shape is Qwen2.5-7B's: 28 layers, hidden 3584, intermediate 18944, 28 heads of 128 with 4 for keys and values, vocabulary
@@ -80,7 +80,7 @@ def with_measured_attention(machine: Machine, forced: str | None) -> Machine:
     return replace(machine, attention_long_tflops=rate)
 
 
-def planned(shape: ModelShape, machine: Machine, tokens: int, host_gib: float, device_gib: float) -> Plan:
+def planned(shape: ModelShape, machine: Machine, tokens: int, host_gib: float, device_gib: float | None) -> Plan:
     caps = caps_for(machine, host_gib=host_gib, device_gib=device_gib)
     if torch.cuda.is_available():
         free = available_caps(machine)
@@ -204,9 +204,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument(
-        "--device-gib", type=float, default=134.0, help="for the plan; what is above is room for its errors"
+        "--device-gib", type=float, default=None, help="that the plan counts on; default: the machine's"
     )
-    parser.add_argument("--host-gib", type=float, default=118.0, help="likewise")
+    parser.add_argument("--host-gib", type=float, default=118.0, help="likewise; what is above is room for its errors")
     parser.add_argument("--attention", choices=tuple(BACKENDS), default=None, help="instead of the fastest")
     parser.add_argument("--machine", default=str(MACHINE))
     parser.add_argument("--plan-only", action="store_true")
