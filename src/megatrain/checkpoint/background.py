@@ -402,7 +402,8 @@ def _mapped_like(plane: torch.Tensor) -> torch.Tensor:
     From the heap, memory that changing threads have used would stay with the process."""
     if plane.numel() == 0:
         return torch.empty_like(plane, device="cpu")
-    memory = mmap.mmap(-1, plane.nbytes)
+    # Private, because shared memory has no huge pages; with small ones, touching the memory takes longer than filling it.
+    memory = mmap.mmap(-1, plane.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

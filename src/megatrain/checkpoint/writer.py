@@ -22,7 +22,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain import __version__
-from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter, tensor_crc32
+from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
 from megatrain.checkpoint.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -290,7 +290,7 @@ def write_unit(
             weights[full], rest[state_key("lo", full)] = split(planes, local)
         rest[state_key("m", full)] = planes.layout.view(planes.m, local)
         rest[state_key("v", full)] = planes.layout.view(planes.v, local)
-    crcs = {name: tensor_crc32(tensor) for name, tensor in weights.items()}
+    crcs = folder.crcs_of(weights)
     saved = to_checkpoint(model, weights)
     folder.write_tensors(weights_file, saved)
     if not weights_only:
