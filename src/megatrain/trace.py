@@ -59,17 +59,31 @@ def trace_run(
 
 
 def trace_shape(
-    shape: str, *, rows: int, tokens: int, steps: int, warmup: int, out: Path, png: Path | None = None, **options: Any
+    shape: str,
+    *,
+    rows: int,
+    tokens: int,
+    steps: int,
+    warmup: int,
+    out: Path,
+    png: Path | None = None,
+    save: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Trace steps of a benchmark's shape. `options` are those of `bench.engine_for`."""
+    """Trace steps of a benchmark's shape; see `trace_run`. `options` are those of `bench.engine_for`."""
     from megatrain.bench import engine_for, random_batch
 
     quiet_libraries()
-    with RunLogger() as log, engine_for(shape, rows=rows, tokens=tokens, say=log.info, **options) as engine:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        RunLogger() as log,
+        engine_for(shape, rows=rows, tokens=tokens, say=log.info, **options) as engine,
+    ):
+        checkpoint = Path(scratch) / "checkpoint" if save else None
         vocabulary = engine.config.get_text_config().vocab_size
         timed = _TimedBatches(lambda number: random_batch(vocabulary, rows, tokens, number))
-        spans = take_steps(engine, timed, steps, warmup, lambda step: 1e-5, None, log.info)
-        return _written(spans, f"megatrain: {shape}, {rows} x {tokens} tokens", out, png, log.info)
+        spans = take_steps(engine, timed, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
+        return _written(spans, f"megatrain: {Path(shape).name}, {rows} x {tokens} tokens", out, png, log.info)
 
 
 class _TimedBatches:

@@ -35,8 +35,8 @@ HEALTHY = step_record(
 
 
 def watch(**limits: float | None) -> AlertWatch:
-    defaults = {rule: getattr(DEFAULTS, rule) for rule in get_args(Rule)}
-    return AlertWatch({**defaults, **limits}, DEFAULTS.steps, device_fraction=0.92)
+    chosen: dict[Rule, float | None] = {r: limits.get(r, getattr(DEFAULTS, r)) for r in get_args(Rule)}
+    return AlertWatch(chosen, DEFAULTS.steps, device_fraction=0.92)
 
 
 def record(waits: dict[str, float] | None = None, link: dict[str, Any] | None = None, **changes: Any) -> StepRecord:

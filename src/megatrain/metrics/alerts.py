@@ -167,6 +167,7 @@ class AlertWatch:
             before[rule] = 0
             if self._kept[rule] >= self._steps:
                 self._said.discard(rule)
-        new = [rule for rule in found if self._broken[rule] >= self._steps and rule not in self._said]
-        self._said.update(new)
-        return [Alert(rule, found[rule]) for rule in new]
+        long_enough: set[Rule] = {rule for rule in self._limits if self._broken[rule] >= self._steps}
+        new = [Alert(rule, text) for rule, text in found.items() if rule in long_enough - self._said]
+        self._said |= long_enough
+        return new

@@ -114,8 +114,9 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
                 bars.setdefault(place, []).append((event["ts"] / 1e6, max(event["dur"], 1.0) / 1e6))
         for (line, colour), pieces in bars.items():
             low, height = heights.get(category or "", (-0.35, 0.7))
+            edge = "white" if category == "compute" else _COLOURS[colour]  # a thin bar is nothing but its edge
             drawn = axes.broken_barh(
-                pieces, (line + low, height), facecolors=_COLOURS[colour], edgecolor="white", linewidth=0.3
+                pieces, (line + low, height), facecolors=_COLOURS[colour], edgecolor=edge, linewidth=0.4
             )
             seen.setdefault(colour, drawn)
     axes.set_yticks(list(rows), list(rows.values()))
