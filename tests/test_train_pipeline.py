@@ -198,6 +198,25 @@ def test_where_a_step_cannot_be_dropped_it_is_finished_first(files: Path, tmp_pa
     assert checkpoints(run) == ["step_000003"]
 
 
+def test_memory_that_ends_in_an_evaluation_loses_no_record(
+    files: Path, tmp_path: Path, filling: Filling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.executor.engine import HostEngine
+
+    real = HostEngine.eval_step
+
+    def eval_step(self: HostEngine, batch: Any) -> Any:
+        wait_until_seen(filling)
+        return real(self, batch)
+
+    monkeypatch.setattr(HostEngine, "eval_step", eval_step)
+    run = make(files, tmp_path, "--data.val={fraction: 0.3}", "--eval.every_steps=2")
+    with pytest.raises(HostMemoryLow):
+        train(run)
+    assert checkpoints(run) == ["step_000002"]
+    assert [record.step for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
 def test_the_command_line_ends_with_exit_code_3(
     files: Path, tmp_path: Path, filling: Filling, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
