@@ -233,7 +233,7 @@ class Loop:
         except HostMemoryLow:
             self.log.warning(f"host memory is at its end: saving step {self.step} before the run ends")
             self.saves.finish(self.step)
-            raise
+            raise self.watch.host_memory_low(self.engine.memory()) from None
         if self.stop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
         if config.checkpoint.at_end or self.stop:
@@ -364,7 +364,8 @@ class Loop:
 
     def _host_memory_is_low(self, left: int) -> None:
         """In the watermark's thread: the step in progress is dropped, or finished where it cannot be; see `run`."""
-        error = self.watch.host_memory_low(left, self.engine.memory())
+        self.watch.host_bytes_left = left
+        error = HostMemoryLow()
         if not getattr(self.engine, "interrupt", lambda _: False)(error):
             self.memory_low = error
 

@@ -24,10 +24,14 @@ class RunWatch:
     Args:
         run: The config.
         process: Whose memory is told when the host's ends.
+
+    Attributes:
+        host_bytes_left: What the system and all control groups left when the host's memory came to its end.
     """
 
     def __init__(self, run: RunConfig, process: psutil.Process):
         self._run, self._process = run, process
+        self.host_bytes_left = 0
         limits: dict[Rule, float | None] = {rule: getattr(run.alerts, rule) for rule in get_args(Rule)}
         self._alerts = AlertWatch(limits, run.alerts.steps, run.memory.device_fraction)
         self._machine = known_machine(run.run.device) if run.metrics.instruments else None
@@ -49,15 +53,10 @@ class RunWatch:
         """The alerts that a step's record completes, each with the action that the config wants."""
         return [(alert, getattr(self._run.alerts, f"{alert.rule}_action")) for alert in self._alerts.look(record)]
 
-    def host_memory_low(self, left: int, memory: Mapping[str, int]) -> HostMemoryLow:
-        """The error that ends a run whose host memory has come to its end.
-
-        Args:
-            left: Bytes that the system and all control groups leave.
-            memory: The engine's, by purpose.
-        """
+    def host_memory_low(self, memory: Mapping[str, int]) -> HostMemoryLow:
+        """The error that ends a run whose host memory has come to its end. `memory`: the engine's, by purpose."""
         lines = {
-            "left, of all groups and of the system": left,
+            "left, of all groups and of the system": self.host_bytes_left,
             "of this process (resident set)": self._process.memory_info().rss,
             **{name.replace("host_", "in it: "): size for name, size in memory.items() if name.startswith("host_")},
         }

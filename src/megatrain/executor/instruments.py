@@ -46,8 +46,8 @@ class Instruments:
         self._spans.on = on
 
     def begin_trace(self) -> None:
-        """From now on visits are recorded, and all spans are kept."""
-        self._spans.tracing = True
+        """From now on visits are recorded, too, and all spans are kept."""
+        self._spans.on = self._spans.tracing = True
         self._traced = []
 
     def end_trace(self) -> list[Span]:
