@@ -18,6 +18,7 @@ import torch
 from megatrain.check import make_engine, prepare
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
+from megatrain.ledger import nearest_existing
 from megatrain.metrics.chrome_trace import chrome_trace, draw_trace
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.spans import Span
@@ -48,7 +49,8 @@ def trace_run(
     if run.engine != "host":
         raise UserError("only the host engine has a timeline", "engine: mesh", "use engine: host")
     quiet_libraries()
-    with tempfile.TemporaryDirectory() as scratch, RunLogger() as log:
+    beside = nearest_existing(Path(run.run.dir).absolute().parent)  # where a checkpoint has room
+    with tempfile.TemporaryDirectory(dir=beside) as scratch, RunLogger() as log:
         elsewhere = run.run.model_copy(update={"dir": str(Path(scratch) / "run")})
         prepared = prepare(run.model_copy(update={"run": elsewhere}), resume=None, log=log.info)
         timed = _TimedBatches(prepared.loader.batch)
@@ -75,7 +77,7 @@ def trace_shape(
 
     quiet_libraries()
     with (
-        tempfile.TemporaryDirectory() as scratch,
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch,
         RunLogger() as log,
         engine_for(shape, rows=rows, tokens=tokens, say=log.info, **options) as engine,
     ):
