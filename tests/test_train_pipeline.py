@@ -14,12 +14,11 @@ from megatrain.checkpoint.reader import saved_extra
 from megatrain.cli import main
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.data.loader import StepLoader
 from megatrain.errors import HostMemoryLow, UserError
 from megatrain.host import watermark
 from megatrain.metrics.pipeline import Link, PipelineRecord
 from megatrain.metrics.record import read_records
-from megatrain.train import train
+from megatrain.train import Prefetcher, train
 from tiny_run import config, prepare
 
 
@@ -66,16 +65,19 @@ def test_instruments_can_be_switched_off(files: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ alerts
 
 STEPS = ("--schedule.steps=20", "--alerts.steps=3", "--checkpoint.every_steps=null", "--batch.tokens_per_step=64")
+DATA_BOUND = "--alerts.data_wait=0.01"
+"""So little that a machine with other things to do stays above it."""
 
 
 def slow_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = StepLoader.batch
+    """Every batch comes late."""
+    real = Prefetcher.next
 
-    def batch(self: StepLoader, step: int) -> Any:
+    def late(self: Prefetcher) -> Any:
         time.sleep(0.01)
-        return real(self, step)
+        return real(self)
 
-    monkeypatch.setattr(StepLoader, "batch", batch)
+    monkeypatch.setattr(Prefetcher, "next", late)
 
 
 @pytest.mark.parametrize("action", ["warn", "save", "stop"])
@@ -83,7 +85,7 @@ def test_an_alert_is_said_once_and_its_action_follows(
     action: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_data(monkeypatch)
-    run = make(files, tmp_path, *STEPS, f"--alerts.data_wait_action={action}", "--checkpoint.keep=null")
+    run = make(files, tmp_path, *STEPS, DATA_BOUND, f"--alerts.data_wait_action={action}", "--checkpoint.keep=null")
     summary = train(run, engine=CountingEngine())
     assert log_of(run).count("alert data_wait: data-bound") == 1
     assert "step 8: alert" in log_of(run), "five steps of warm-up, then three in a row"
@@ -104,7 +106,7 @@ def test_a_rollback_follows_an_alert_whatever_a_divergence_would(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_data(monkeypatch)
-    run = make(files, tmp_path, *STEPS, "--alerts.data_wait_action=rollback", "--checkpoint.every_steps=5")
+    run = make(files, tmp_path, *STEPS, DATA_BOUND, "--alerts.data_wait_action=rollback", "--checkpoint.every_steps=5")
     assert run.run.on_divergence == "stop"
     summary = train(run, engine=CountingEngine())
     assert summary.step == 20
