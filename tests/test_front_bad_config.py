@@ -5,6 +5,7 @@ Cases 29 and 30 are among them: `1e-5` as text, `no` as a boolean, and misspelt 
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,20 +72,37 @@ BAD = [
     Bad("not a number", "1e-3", ".nan", "run.yaml:9 optim.learning_rate", "should be"),
     Bad("infinite", "1e-3", ".inf", "run.yaml:9 optim.learning_rate", "should be a finite number"),
     Bad(
-        "half a token", "max_tokens: 64", "max_tokens: 64.5", "run.yaml:5 data.max_tokens", "should be a valid integer"
+        "half a token",
+        "max_tokens: 64",
+        "max_tokens: 64.5",
+        "run.yaml:5 data.max_tokens",
+        "should be a whole number, found 64.5",
     ),
-    Bad("no tokens", "max_tokens: 64", "max_tokens: 0", "run.yaml:5 data.max_tokens", "should be greater than 0"),
+    Bad("no tokens", "max_tokens: 64", "max_tokens: 0", "run.yaml:5 data.max_tokens", "should be 2 or more"),
     Bad("an unknown choice", "steps: 4", "kind: cosin", "run.yaml:11 schedule.kind", 'did you mean "cosine"?'),
     Bad("an unknown format", "texts.jsonl", "{path: a, format: alpacca}", "data.train.0.format", '"alpaca"'),
     Bad("an unknown overflow", "max_tokens: 64", "overflow: cut", "run.yaml:5 data.overflow", "'error', 'drop'"),
-    Bad("a path that is a number", "texts.jsonl", "{path: 7}", "run.yaml:4 data.train.0.path", "valid string, found 7"),
-    Bad("an empty path", "path: model", "path: ''", "run.yaml:2 model.path", "at least 1 character"),
-    Bad("no sources", "texts.jsonl", "[]", "run.yaml:4 data.train", "at least 1 item"),
+    Bad(
+        "a path that is a number", "texts.jsonl", "{path: 7}", "run.yaml:4 data.train.0.path", "should be text, found 7"
+    ),
+    Bad("an empty path", "path: model", "path: ''", "run.yaml:2 model.path", "should be a text that is not empty"),
+    Bad("no sources", "texts.jsonl", "[]", "run.yaml:4 data.train", "a list with at least one item"),
     Bad("a weight of nothing", "texts.jsonl", "{path: a, weight: 0}", "data.train.0.weight", "greater than 0"),
     Bad("a fraction over 1", "max_tokens: 64", "val: {fraction: 2}", "run.yaml:5 data.val.fraction", "less than 1"),
     Bad("a section that is a word", "  steps: 4", "  {}\nmemory: lots", "run.yaml:12 memory", "a section with keys"),
     Bad("a bad pattern", "1e-3", "1e-3\n  groups: [{pattern: '('}]", "optim.groups.0", "not a regular expression"),
-    Bad("betas of one number", "1e-3", "1e-3\n  betas: [0.9]", "run.yaml:10 optim.betas", "missing"),
+    Bad("betas of one number", "1e-3", "1e-3\n  betas: [0.9]", "run.yaml:10 optim.betas:", "list of two numbers"),
+    Bad("one beta", "1e-3", "1e-3\n  betas: 0.9", "run.yaml:10 optim.betas", "list of two numbers, like [0.9, 0.999]"),
+    Bad("a beta too many", "1e-3", "1e-3\n  betas: [0, 0, 0]", "run.yaml:10 optim.betas", "list of two numbers"),
+    Bad("a word for a list", "run:", "metrics: {trackers: wandb}\nrun:", "metrics.trackers", "a list, found 'wandb'"),
+    Bad("true for names", "  dir: run", "  dir: run\n  allow_changes: true", "run.yaml:14", "a list, found true"),
+    Bad(
+        "rows of one token",
+        "max_tokens: 64",
+        "max_tokens: 1",
+        "run.yaml:5 data.max_tokens",
+        "should be 2 or more, found 1",
+    ),
     Bad("too little memory", "run:", "memory: {host_gib: -1}\nrun:", "memory.host_gib", "a positive number of GiB"),
     # across keys
     Bad("rows that do not fit", "256", "200", "run.yaml:7 batch.tokens_per_step", "for example 192 or 256"),
@@ -125,6 +143,43 @@ def test_a_wrong_config_is_refused_with_place_and_remedy(
 
 def test_there_are_forty() -> None:
     assert len({bad.name for bad in BAD}) == len(BAD) >= 40
+
+
+BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a0: &a0 [x]\n" + BOMB + GOOD, "stands for more than 100,000 values"),
+        (GOOD.replace("texts.jsonl", "[" * 110 + "]" * 110), "is nested more than 100 levels deep"),
+        (GOOD.replace("texts.jsonl", "[" * 3000 + "]" * 3000), "is nested too deeply"),
+        ("".join("  " * depth + "a:\n" for depth in range(1500)), "is nested too deeply"),
+        (GOOD + "#" * (5 << 20), "too many for a config"),
+    ],
+    ids=["nested aliases", "brackets", "many brackets", "indentation", "a data file"],
+)
+def test_a_short_text_cannot_take_all_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(text)
+    tracemalloc.start()
+    assert main(["check", str(yaml)]) == 2
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+    said = capsys.readouterr().err
+    assert f"error: {yaml}: " in said
+    assert says in said
+    assert len(said) < 1000
+
+
+def test_a_bomb_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    bomb = "{a0: &a0 [x], " + ", ".join(BOMB.splitlines()) + "}"
+    assert main(["check", str(tmp_path / "run.yaml"), "--data.train", bomb]) == 2
+    assert "--data.train: stands for more than 100,000 values" in capsys.readouterr().err
 
 
 def test_all_faults_of_a_config_are_said_at_once(

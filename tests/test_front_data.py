@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,11 @@ def test_lengths_are_shown_even_where_samples_are_too_long(files: Path, capsys: 
         code=2,
     )
     assert "longer than data.max_tokens" in shown
+    assert "30 of 30 (100.0%) are longer than data.max_tokens (32)" in shown
+    assert re.search(r"the longest \d+ \(.*chats.jsonl:\d+\)", shown)
+    assert sum(line.startswith("--- ") for line in shown.splitlines()) == 3, "whole samples are shown all the same"
+    assert shown.rindex("--- ") < shown.index("error: "), "the error comes last"
+    assert "⟦" in shown
     assert "set data.overflow to drop, truncate or split" in shown
 
 

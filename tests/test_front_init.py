@@ -80,8 +80,8 @@ def test_samples_longer_than_the_model_are_dropped_only_with_a_word(
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["init", str(files / "model"), "long.jsonl"]) == 0
     assert load_config("run.yaml").data.overflow == "drop"
-    assert "# 1 samples (25.0%) are longer than the model's positions" in Path("run.yaml").read_text()
-    assert "1 samples longer than 256 tokens: drop" in capsys.readouterr().out
+    assert "# 1 sample (25.0%) longer than the model's positions" in Path("run.yaml").read_text()
+    assert "1 sample longer than 256 tokens: drop" in capsys.readouterr().out
 
 
 def test_a_name_that_yaml_would_take_apart_comes_back_whole(files: Path, tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,7 @@ SMALL = ["--batch.tokens_per_step=512", "--data.max_tokens=256", "--schedule.epo
     [
         ("finetune-chat", ["--eval.every_steps=1"]),
         ("pretrain-text", ["--schedule.warmup_steps=1"]),
+        ("large-model", []),
     ],
 )
 def test_every_shipped_config_trains_in_small(
@@ -170,6 +172,7 @@ def test_every_shipped_config_trains_in_small(
     """With the files it names, and a step of a few hundred tokens."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "models" / "my-chat-model")
+    write_model(tmp_path / "models" / "my-large-model")
     write_model(tmp_path / "models" / "my-config", weights=False)
     for folder in ("more", "books", "code/package"):
         (tmp_path / "data" / folder).mkdir(parents=True)
@@ -184,4 +187,40 @@ def test_every_shipped_config_trains_in_small(
 
 
 def test_no_shipped_config_is_left_out_of_the_small_runs() -> None:
-    assert [path.stem for path in EXAMPLES] == ["finetune-chat", "pretrain-text"]
+    assert [path.stem for path in EXAMPLES] == ["finetune-chat", "large-model", "pretrain-text"]
+
+
+def test_the_example_of_a_loop_trains_what_a_collator_of_transformers_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its losses are those of plain transformers on the same batches, with torch's own AdamW."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model, data = write_model(tmp_path / "model"), write_texts(tmp_path / "data.jsonl", 30)
+    spec = importlib.util.spec_from_file_location("own_loop", ROOT / "examples" / "own_loop.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    seen: list[dict[str, torch.Tensor]] = []
+    real = example.repeated
+
+    def noting(loader: object) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in real(loader):
+            seen.append(dict(batch))
+            yield batch
+
+    monkeypatch.setattr(example, "repeated", noting)
+    losses = example.main(str(model), str(data), str(tmp_path / "out"), 5)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, weight_decay=0.0)
+    for step, (batch, loss) in enumerate(zip(seen, losses, strict=False)):
+        want = plain(**batch).loss
+        assert loss == pytest.approx(want.item(), rel=1e-5)
+        want.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = example.cosine(step, 5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(losses) == 5
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -149,6 +149,23 @@ def test_steps_that_are_not_finite_stop_the_run_only_in_a_row(files: Path, tmp_p
     assert "Traceback" not in log_of(run)
 
 
+def test_a_run_that_skipped_all_of_its_steps_has_failed(files: Path, tmp_path: Path) -> None:
+    bad = Result(float("nan"), float("inf"), 100, "gradient norm is not finite")
+    run = make(files, tmp_path, "--schedule.steps=3", "--run.max_bad_steps=10")
+    with pytest.raises(
+        NumericStop, match="nothing was trained: all 3 steps were skipped, the last because of: gradient"
+    ):
+        train(run, engine=CountingEngine(lambda step: bad))
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    assert "nothing was trained" in log_of(run)
+
+
+def test_a_run_that_took_one_step_has_not(files: Path, tmp_path: Path) -> None:
+    bad = Result(float("nan"), float("inf"), 100, "gradient norm is not finite")
+    run = make(files, tmp_path, "--schedule.steps=3", "--run.max_bad_steps=10")
+    assert train(run, engine=CountingEngine(lambda step: bad if step > 1 else None)).step == 3
+
+
 # CASES 12 and 20 in the loop.
 
 
@@ -234,7 +251,7 @@ def test_resuming_with_other_data_is_refused_unless_allowed(files: Path, tmp_pat
         train(run, resume="auto", engine=CountingEngine())
     assert "--allow-changes" in str(caught.value)
     assert [record.step for record in records(run)] == [1, 2, 3, 4], "nothing was touched"
-    train(run, resume="auto", allow_changes=True, engine=CountingEngine())
+    train(run, resume="auto", allow_changes=("data",), engine=CountingEngine())
     assert "data (checksum of the samples)" in log_of(run)
     assert "allowed" in log_of(run)
     assert [record.step for record in records(run)] == [1, 2, 3, 4, 5, 6]

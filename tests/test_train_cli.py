@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,20 @@ def test_a_chat_run_trains_only_the_answers(files: Path, tmp_path: Path) -> None
     assert run(files, tmp_path, "train", "--data.train", str(files / "chats.jsonl"), "--schedule.steps=2") == 0
     for record in read_records(tmp_path / "run" / "metrics.jsonl"):
         assert 0.3 < record.trained_tokens / record.processed_tokens < 0.7
+
+
+def test_eval_says_the_loss_of_each_source(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = f"[{files}/texts.jsonl, {files}/chats.jsonl]"
+    assert run(files, tmp_path, "eval", "--data.train", sources, "--data.val={fraction: 0.3}") == 0
+    out = capsys.readouterr().out
+    found = re.findall(r"(\w+)\.jsonl: loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens", out)
+    assert [name for name, _, _ in found] == ["texts", "chats"]
+    total = re.search(r"validation loss ([\d.]+), perplexity [\d.]+ over ([\d,]+) tokens", out)
+    assert total is not None
+    tokens = [int(count.replace(",", "")) for _, _, count in found]
+    assert sum(tokens) == int(total[2].replace(",", ""))
+    mean = sum(float(loss) * count for (_, loss, _), count in zip(found, tokens, strict=True)) / sum(tokens)
+    assert mean == pytest.approx(float(total[1]), abs=1e-3)
 
 
 # CASES 27: SIGTERM loses nothing.
@@ -278,6 +293,14 @@ def long_warm_up(folder: Path) -> list[str]:
     return ["--schedule.warmup_steps=4"]
 
 
+def many_threads(folder: Path) -> list[str]:
+    return ["--run.threads=99999"]
+
+
+def mesh_settings(folder: Path) -> list[str]:
+    return ["--parallel.tensor=2", "--parallel.schedule=zbv"]
+
+
 def no_such_parameter(folder: Path) -> list[str]:
     return ["--optim.groups", "[{pattern: lora_A}]"]
 
@@ -311,6 +334,12 @@ BAD = [
     Bad(used_folder, 2, ["is not empty", "--resume auto"]),
     Bad(nothing_to_resume, 2, ["no complete checkpoint"]),
     Bad(long_warm_up, 2, ["a warm-up of 4 steps does not fit into a run of 4"]),
+    Bad(many_threads, 2, ["run.threads: 99999 threads are more than"]),
+    Bad(
+        mesh_settings,
+        2,
+        ["parallel.tensor: is a setting of the mesh engine", "parallel.schedule: is a", "engine: mesh"],
+    ),
     Bad(no_such_parameter, 2, ["no parameter matches", "lora_A"]),
     Bad(no_host_memory, 3, ["not enough host memory", "memory.host_gib: 0.0005", "12 bytes a parameter"]),
     pytest.param(
@@ -350,7 +379,7 @@ def test_no_space_for_the_checkpoints(
     usage = shutil.disk_usage(own_files)
     monkeypatch.setattr(ledger.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     assert main(["train", str(own_files / "run.yaml")]) == 2
-    assert "not enough space for 1 checkpoints" in capsys.readouterr().err
+    assert "not enough space for 1 checkpoint of" in capsys.readouterr().err
 
 
 def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,6 +390,55 @@ def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFi
     assert text.startswith("error: 4 problems")
     for word in ("is not empty", "no such model folder", "text.jsonl", "a warm-up of 4"):
         assert word in text
+
+
+@pytest.mark.parametrize("command", ["check", "train", "data"])
+def test_all_cheap_problems_are_said_before_any_slow_work(
+    command: str, own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong path must not wait for a tokenised data set, nor for a look at the model."""
+    for slow in ("data.load.open_data", "models.build.build_meta_model", "executor.gate.verify_family"):
+        monkeypatch.setattr(f"megatrain.{slow}", lambda *_, slow=slow, **__: pytest.fail(f"{slow} was begun"))
+    (own_files / "a file").touch()
+    words = {
+        "--data.train": f"[{own_files}/texts.jsonl, {own_files}/text.jsonl]",
+        "--data.val": f"{own_files}/held-out.jsonl",
+        "--data.chat_template": str(own_files / "model"),
+        "--data.cache_dir": str(own_files / "a file" / "cache"),
+    }
+    said = ["data.train[1].path", "data.val.sources[0].path", "model is a folder", "a file: is a file, not a folder"]
+    if command != "data":
+        used_folder(own_files)
+        words |= {"--schedule.warmup_steps": "9", "--run.device": "cuda"}
+        said += ["is not empty", "a warm-up of 9 steps", "no CUDA device"][: 2 if torch.cuda.is_available() else 3]
+    assert main([command, str(own_files / "run.yaml"), *(word for pair in words.items() for word in pair)]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {len(said)} problems")
+    for word in said:
+        assert word in text
+
+
+def test_a_changed_run_is_refused_before_the_data_are_read(
+    own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml = str(own_files / "run.yaml")
+    assert main(["train", yaml, "--schedule.steps=1"]) == 0
+    monkeypatch.setattr("megatrain.data.load.open_data", lambda *_, **__: pytest.fail("the data were read"))
+    for command in ("check", "train"):
+        assert main([command, yaml, "--resume=auto", "--optim.eps=1e-6", "--run.seed=2"]) == 2
+        assert "--allow-changes seed,optim" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", yaml, "--resume=auto", "--allow-changes", "data,optimizer"])
+    assert "'optimizer' is none of data, batch, seed, schedule, optim, precision" in capsys.readouterr().err
+
+
+def test_check_compares_shapes_by_the_headers_alone(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_file = own_files / "model" / "config.json"
+    config_file.write_text(config_file.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
+    assert main(["check", str(own_files / "run.yaml")]) == 2
+    text = capsys.readouterr().err
+    assert "has shape (48, 32) in the checkpoint, the config makes it (64, 32)" in text
+    assert "config.json and weights do not belong together" in text
 
 
 def test_check_writes_no_run_folder_and_says_what_a_run_is(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,7 +471,7 @@ def test_a_bug_keeps_its_traceback(own_files: Path) -> None:
         import importlib, sys
         from megatrain.cli import main
 
-        importlib.import_module("megatrain.check")._check_folder = lambda run: 1 / 0
+        importlib.import_module("megatrain.preflight")._check_folder = lambda run: 1 / 0
         sys.exit(main(["train", {str(own_files / "run.yaml")!r}]))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from counting import CountingEngine, Result
+from megatrain.check import check
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
@@ -191,28 +193,74 @@ def test_a_stop_file_ends_an_evaluation(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "named"),
+    ("word", "named", "allow"),
     [
-        ("--batch.tokens_per_step=128", "batch.tokens_per_step"),
-        ("--data.max_tokens=128", "data.max_tokens was 64 and is 128"),
-        ("--run.seed=7", "run.seed was 0 and is 7"),
-        ("--data.val={fraction: 0.3}", "data (checksum of the samples)"),
-        ("--optim.learning_rate=2e-3", "optim.learning_rate was 0.001 and is 0.002"),
-        ("--schedule.kind=linear", "schedule.kind was constant and is linear"),
-        ("--schedule.warmup_steps=2", "schedule.warmup_steps was None and is 2"),
+        ("--batch.tokens_per_step=128", "batch.tokens_per_step", "batch"),
+        ("--data.max_tokens=128", "data.max_tokens was 64 and is 128", "data,batch"),
+        ("--run.seed=7", "run.seed was 0 and is 7", "seed"),
+        ("--data.val={fraction: 0.3}", "data (checksum of the samples)", "data"),
+        ("--optim.learning_rate=2e-3", "optim.learning_rate was 0.001 and is 0.002", "schedule"),
+        ("--schedule.kind=linear", "schedule.kind was constant and is linear", "schedule"),
+        ("--schedule.warmup_steps=2", "schedule.warmup_steps was null and is 2", "schedule"),
+        ("--optim.betas=[0.9, 0.95]", "optim.betas was [0.9, 0.999] and is [0.9, 0.95]", "optim"),
+        ("--optim.weight_decay=0.5", "optim.weight_decay was 0.01 and is 0.5", "optim"),
+        ("--optim.eps=1e-6", "optim.eps was 1e-08 and is 1e-06", "optim"),
+        ("--optim.max_grad_norm=2", "optim.max_grad_norm was 1.0 and is 2.0", "optim"),
+        ("--optim.groups=[{pattern: norm}]", "optim.groups was [] and is [{'pattern': 'norm'", "optim"),
+        ("--precision.compute_dtype=bf16", "precision.compute_dtype was auto and is bf16", "precision"),
     ],
 )
-def test_a_change_that_matters_is_named_and_refused(word: str, named: str, files: Path, tmp_path: Path) -> None:
+def test_a_change_that_matters_is_named_and_refused(
+    word: str, named: str, allow: str, files: Path, tmp_path: Path
+) -> None:
     run = make(files, tmp_path, "--checkpoint.every_steps=3", "--schedule.steps=6")
     train(run, engine=CountingEngine())
+    changed = make(files, tmp_path, word, "--schedule.steps=6")
     with pytest.raises(UserError) as caught:
-        train(make(files, tmp_path, word, "--schedule.steps=6"), resume="auto", engine=CountingEngine())
+        check(changed, resume="auto")
     assert named in str(caught.value)
-    assert "--allow-changes" in str(caught.value)
-    train(
-        make(files, tmp_path, word, "--schedule.steps=8", "--run.allow_changes"), resume="auto", engine=CountingEngine()
-    )
+    # What the refusal says is enough, the first time or, where data had to be read for more, the second.
+    allowed = allowed_by(caught.value)
+    if set(allowed) != set(allow.split(",")):
+        with pytest.raises(UserError) as caught:
+            train(changed, resume="auto", allow_changes=allowed, engine=CountingEngine())
+        assert set(allowed_by(caught.value)) == set(allow.split(","))
+    longer = make(files, tmp_path, word, "--schedule.steps=8", f"--run.allow_changes=[{allow}]")
+    train(longer, resume="auto", engine=CountingEngine())
     assert f"{named}" in log_of(run)
+
+
+def allowed_by(error: UserError) -> tuple[Any, ...]:
+    """What the refusal says to pass."""
+    found = re.search(r"--allow-changes ([\w,]+)", str(error))
+    assert found is not None, error
+    return tuple(found[1].split(","))
+
+
+def test_one_name_does_not_allow_another_change(files: Path, tmp_path: Path) -> None:
+    train(make(files, tmp_path, "--schedule.steps=2"), engine=CountingEngine())
+    both = make(files, tmp_path, "--optim.eps=1e-6", "--run.seed=3", "--schedule.steps=2")
+    with pytest.raises(UserError, match=r"run.seed was 0 and is 3.*\n.*--allow-changes seed,optim") as caught:
+        train(both, resume="auto", allow_changes=("optim",), engine=CountingEngine())
+    assert "optim.eps" not in str(caught.value)
+
+
+@pytest.mark.parametrize("val", ["{fraction: 0.02}", "null"])
+def test_held_out_samples_that_would_be_trained_are_counted(val: str, files: Path, tmp_path: Path) -> None:
+    train(make(files, tmp_path, "--data.val={fraction: 0.3}", "--schedule.steps=2"), engine=CountingEngine())
+    less = make(files, tmp_path, f"--data.val={val}", "--schedule.steps=2")
+    with pytest.raises(UserError, match=r"(\d+) of (\d+) samples held out so far \(data.val\) would be trained now"):
+        train(less, resume="auto", engine=CountingEngine())
+    train(less, resume="auto", allow_changes=("data",), engine=CountingEngine())
+    assert "held out so far" in log_of(less)
+
+
+def test_more_held_out_samples_are_no_leak(files: Path, tmp_path: Path) -> None:
+    train(make(files, tmp_path, "--data.val={fraction: 0.1}", "--schedule.steps=2"), engine=CountingEngine())
+    more = make(files, tmp_path, "--data.val={fraction: 0.3}", "--schedule.steps=2")
+    with pytest.raises(UserError, match="data \\(rows\\)") as caught:
+        train(more, resume="auto", engine=CountingEngine())
+    assert "held out so far" not in str(caught.value)
 
 
 def test_a_run_may_be_prolonged_as_long_as_its_past_is_the_same(files: Path, tmp_path: Path) -> None:

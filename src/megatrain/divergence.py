@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
+from megatrain.errors import counted
 from megatrain.metrics.record import StepRecord
 
 RECENT_STEPS = 20
@@ -46,7 +47,7 @@ class DivergenceGuard:
         self._bad_in_a_row = self._bad_in_a_row + 1 if not_finite else 0
         if self._bad_in_a_row >= self._max_bad_steps:
             first = record.step - self._bad_in_a_row + 1
-            what = f"{self._bad_in_a_row} steps in a row were skipped, the last because of: {record.skipped}"
+            what = f"{counted(self._bad_in_a_row, 'step')} in a row skipped, the last because of: {record.skipped}"
             return Divergence(first, record.step, what)
         if record.loss is None:
             return None

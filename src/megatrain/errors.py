@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MegatrainError(Exception):
     """Root of all errors that megatrain raises on purpose."""
@@ -49,3 +52,40 @@ class HostMemoryLow(MegatrainError):
 
 class EngineClosed(MegatrainError):
     """The engine was closed, by its owner or by an earlier error, and cannot compute any more."""
+
+
+class Problems:
+    """Collects what is wrong, to say it all at once."""
+
+    def __init__(self) -> None:
+        self.found: list[MegatrainError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """An error of ours inside the block becomes an entry; the block ends there."""
+        try:
+            yield
+        except MegatrainError as error:
+            self.found.append(error)
+
+    def raise_all(self) -> None:
+        """Raise one error for everything found, or return if there is nothing.
+
+        Raises:
+            PlanRefused: The run does not fit the machine, and nothing else is wrong.
+            UserError: Anything else.
+        """
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            text = "\n".join([f"{len(self.found)} problems", *(_indented(str(error)) for error in self.found)])
+            raise PlanRefused(text) if all(isinstance(e, PlanRefused) for e in self.found) else UserError(text)
+
+
+def counted(count: int, word: str) -> str:
+    """A number in a message: `1 step`, `2 steps`, `1,000 steps`."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(("  - " if number == 0 else "    ") + line for number, line in enumerate(text.splitlines()))

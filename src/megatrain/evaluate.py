@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatrain.check import make_engine, prepare_eval
 from megatrain.checkpoint.reader import is_complete
 from megatrain.config.schema import RunConfig
-from megatrain.data.loader import StepLoader
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 
 if TYPE_CHECKING:
@@ -29,31 +28,52 @@ class EvalEngine(Protocol):
 
 
 @dataclass(frozen=True)
+class SourceLoss:
+    """Cross entropy over the target tokens of one source.
+
+    Attributes:
+        name: Its path.
+        loss_sum: Sum over the target tokens [nats].
+        tokens: Target tokens.
+    """
+
+    name: str
+    loss_sum: float
+    tokens: int
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the target tokens [nats]; None if there are none."""
+        return _mean(self.loss_sum, self.tokens)
+
+
+@dataclass(frozen=True)
 class EvalSummary:
     """Cross entropy over all target tokens of a set.
 
     Attributes:
-        loss: Mean over the target tokens [nats]; None if the set has none.
-        tokens: Target tokens.
+        sources: The same of each source, in the order of the config.
         seconds: Wall time.
     """
 
-    loss: float | None
-    tokens: int
+    sources: tuple[SourceLoss, ...]
     seconds: float
 
     @property
-    def perplexity(self) -> float | None:
-        if self.loss is None:
-            return None
-        # exp leaves the range of a double near 709; an untrained model can be worse
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+    def tokens(self) -> int:
+        """Target tokens."""
+        return sum(source.tokens for source in self.sources)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the target tokens [nats]; None if the set has none."""
+        return _mean(sum(source.loss_sum for source in self.sources), self.tokens)
 
 
 def evaluate(
     engine: EvalEngine, rows: PackedRows, *, rows_per_batch: int, stop: Callable[[], bool] = lambda: False
 ) -> EvalSummary | None:
-    """Sum the loss over all rows, each once, in order. Training state is not touched, and no logits are kept.
+    """Sum the loss over all rows, each once, source by source. Training state is not touched, and no logits are kept.
 
     Args:
         rows: The held-out rows.
@@ -64,15 +84,20 @@ def evaluate(
         The summary, or None if `stop` became true on the way.
     """
     start = time.perf_counter()
-    loader = StepLoader(rows, rows_per_batch, seed=0, shuffle=False)
-    loss_sum, tokens = 0.0, 0
-    for step in range(loader.steps_per_epoch):
-        if stop():
-            return None
-        result = engine.eval_step(loader.batch(step))
-        loss_sum += result.loss_sum
-        tokens += result.tokens
-    return EvalSummary(loss_sum / tokens if tokens else None, tokens, time.perf_counter() - start)
+    sources: list[SourceLoss] = []
+    first = 0
+    for group in rows.groups:
+        end = first + len(group)
+        loss_sum, tokens = 0.0, 0
+        for begin in range(first, end, rows_per_batch):
+            if stop():
+                return None
+            result = engine.eval_step(rows.batch(range(begin, min(begin + rows_per_batch, end))))
+            loss_sum += result.loss_sum
+            tokens += result.tokens
+        sources.append(SourceLoss(group.name, loss_sum, tokens))
+        first = end
+    return EvalSummary(tuple(sources), time.perf_counter() - start)
 
 
 def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSummary:
@@ -98,6 +123,24 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
                 engine.load(checkpoint)
             found = evaluate(engine, rows, rows_per_batch=run.rows_per_step)
         assert found is not None, "an evaluation that nobody stops ends"
-        loss = "n/a" if found.loss is None else f"{found.loss:.4f}, perplexity {found.perplexity:.4g}"
-        log.info(f"validation loss {loss} over {found.tokens:,} tokens, {found.seconds:.1f} s")
+        if len(found.sources) > 1:
+            for source in found.sources:
+                log.info(f"  {source.name}: loss {_in_words(source.loss)} over {counted(source.tokens, 'token')}")
+        log.info(
+            f"validation loss {_in_words(found.loss)} over {counted(found.tokens, 'token')}, {found.seconds:.1f} s"
+        )
     return found
+
+
+def _mean(loss_sum: float, tokens: int) -> float | None:
+    return loss_sum / tokens if tokens else None
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss)."""
+    # exp leaves the range of a double near 709; an untrained model can be worse
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _in_words(loss: float | None) -> str:
+    return "n/a" if loss is None else f"{loss:.4f}, perplexity {perplexity(loss):.4g}"

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatrain.check import check, open_tokenizer
+from megatrain.check import check
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
 from megatrain.data.load import OpenedData, open_data
-from megatrain.errors import UserError
+from megatrain.errors import Problems, UserError, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.preflight import preflight_data, preflight_model, refuse_unwritable
 
 STREAM_TOKENS, LEAST_TOKENS = 2048, 512
 MOST_STEP_TOKENS, WANTED_STEPS = 262_144, 50
@@ -70,10 +71,16 @@ def init_config(model: str, data: Sequence[str], out: Path) -> RunConfig:
         raise UserError("exists already", str(out), "give another name: --out NAME.yaml")
     quiet_libraries()
     with RunLogger() as log:
-        draft = _draft(model, data, 1, None)
-        tokenizer, vocab_size, positions = open_tokenizer(draft)
-        opened = open_data(draft.data, tokenizer, vocab_size=vocab_size, log=log.info)
-        lengths = _lengths(opened, positions)
+        draft = _draft(model, data, 2, None)
+        problems = Problems()
+        with problems.collect():
+            refuse_unwritable(out.parent, "give another place: --out")
+        files = preflight_model(draft, problems)
+        preflight_data(draft, problems, files)
+        problems.raise_all()
+        assert files is not None, "the model could not be opened without a problem"
+        opened = open_data(draft.data, files.tokenizer, vocab_size=files.vocab_size, log=log.info)
+        lengths = _lengths(opened, files.positions)
         rows = choose_rows(lengths)
         text = _text(model, data, opened, lengths, rows, out, has_weights=_has_weights(draft))
         try:
@@ -159,7 +166,7 @@ def _text(
     fraction = choose_fraction([part.store.hashes for part in opened.train])
     steps = max(1, math.ceil(rows.tokens * (1 - (fraction or 0.0)) / rows.tokens_per_step))
     lines = [
-        "# A run of megatrain. `megatrain train --help` and docs/config.md explain every key.",
+        "# A run of megatrain. `megatrain train --help-all` and docs/config.md explain every key.",
         f"# Look at the data first: `megatrain data {out}`. Then: `megatrain train {out}`.",
         "",
         "model:",
@@ -169,7 +176,7 @@ def _text(
         lines.append("  init: random  # the folder has no weights: training starts from nothing")
     lines += ["", "data:", "  train:  # files, folders, globs; add weight: 0.5 to use half of a source in each epoch"]
     for path, part in zip(data, opened.train, strict=True):
-        lines += [f"    # {'; '.join(part.store.meta['readings'])}: {len(part.store):,} samples"]
+        lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
         lines += [f"    - path: {_quoted(path)}"]
     if fraction is None:
         lines.append("  val: null  # too few samples to hold some out: give a file of its own to measure progress")
@@ -179,7 +186,7 @@ def _text(
     if rows.too_long:
         share = rows.too_long / len(lengths.samples)
         lines.append(
-            f"  overflow: drop  # {rows.too_long:,} samples ({share:.1%}) are longer than the model's positions: "
+            f"  overflow: drop  # {counted(rows.too_long, 'sample')} ({share:.1%}) longer than the model's positions: "
             "drop | truncate | split | error"
         )
     lines.append(
@@ -191,7 +198,7 @@ def _text(
         "",
         "batch:",
         f"  tokens_per_step: {rows.tokens_per_step}  # tokens of one optimizer step, a multiple of data.max_tokens; "
-        f"about {steps:,} steps an epoch",
+        f"about {counted(steps, 'step')} an epoch",
         "",
         "optim:",
         f"  learning_rate: {'1e-5' if has_weights else '3e-4'}  # its peak; "

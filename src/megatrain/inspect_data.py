@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.text import Text
 
-from megatrain.check import open_tokenizer
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
 from megatrain.data.load import Part, open_data, pack_data
 from megatrain.data.loader import StepLoader
+from megatrain.errors import Problems, UserError, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.preflight import preflight_data, preflight_model
 
 if TYPE_CHECKING:
     from megatrain.data.rows import PackedRows, RowGroup
+    from megatrain.data.store import TokenStore
 
 TRAINED, MASKED = "bold green", "dim"
 _BAR = 40
@@ -59,19 +61,36 @@ def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) ->
     """
     quiet_libraries()
     with RunLogger() as log:
-        tokenizer, vocab_size, positions = open_tokenizer(run)
-        opened = open_data(run.data, tokenizer, vocab_size=vocab_size, model_max_length=positions, log=log.info)
+        problems = Problems()
+        files = preflight_model(run, problems)
+        preflight_data(run, problems, files)
+        problems.raise_all()
+        assert files is not None, "the model could not be opened without a problem"
+        tokenizer = files.tokenizer
+        opened = open_data(
+            run.data, tokenizer, vocab_size=files.vocab_size, model_max_length=files.positions, log=log.info
+        )
         if not any(part.store.meta["rejects"]["counts"] for part in (*opened.train, *opened.val)):
             log.info("no sample was rejected")
         for part in opened.train:
             _show_lengths(part, run.data.max_tokens, log)
+        preview = _Preview(tokenizer, log, most_tokens, run.run.seed)
         log.info("\nrows")
-        train, val = pack_data(run.data, opened, run.run.seed, log.info)
+        try:
+            train, val = pack_data(run.data, opened, run.run.seed, log.info)
+        except UserError:
+            # The rows cannot be made, but what would be in them is what a person has to see now.
+            log.info("  none: see the error below; these are whole samples")
+            for number, part in enumerate(opened.train):
+                preview.of_part(part, samples, number)
+            raise
         _show_rows(run, train, log)
-        _show_samples(tokenizer, train, samples, most_tokens, run.run.seed, log)
+        for number, group in enumerate(train.groups):
+            preview.of_rows(group, samples, number)
         if val is not None and run.data.val is not None and run.data.val.sources is not None:
             log.info("\nheld-out samples")
-            _show_samples(tokenizer, val, 1, most_tokens, run.run.seed, log)
+            for number, group in enumerate(val.groups):
+                preview.of_rows(group, 1, number)
 
 
 def histogram(lengths: np.ndarray, max_tokens: int) -> list[Bin]:
@@ -121,7 +140,7 @@ def marked(pieces: Sequence[Piece], *, colours: bool, marks: tuple[str, str]) ->
     text = Text()
     for piece in pieces:
         if piece.left_out:
-            text.append(f"\n... {piece.left_out:,} tokens left out ...\n", style="italic")
+            text.append(f"\n... {counted(piece.left_out, 'token')} left out ...\n", style="italic")
         elif colours:
             text.append(piece.text, style=TRAINED if piece.trained else MASKED)
         else:
@@ -148,6 +167,10 @@ def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
         f"  half have up to {half:,}, 90% up to {nine:,}, 99% up to {all_but_one:,}; the longest {int(lengths[longest]):,} "
         f"({part.store.place(int(part.chosen[longest]))})"
     )
+    if not stream and (long := int((lengths > max_tokens).sum())):
+        log.info(
+            f"  {long:,} of {len(lengths):,} ({long / len(lengths):.1%}) are longer than data.max_tokens ({max_tokens:,})"
+        )
 
 
 def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
@@ -155,31 +178,55 @@ def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
         for group in rows.groups:
             stats = group.stats
             filled = f", {stats.efficiency:.1%} filled" if group.padded else ""
-            log.info(f"  {group.name}: {stats.rows:,} rows{filled}, {stats.targets:,} trained; weight {group.weight:g}")
+            log.info(
+                f"  {group.name}: {counted(stats.rows, 'row')}{filled}, {stats.targets:,} trained; weight {group.weight:g}"
+            )
     loader = StepLoader(rows, run.rows_per_step, run.run.seed)
     log.info(
-        f"an epoch: {loader.rows_per_epoch:,} rows in {loader.steps_per_epoch:,} steps of {run.rows_per_step:,}; "
-        f"the run: {run.schedule.total_steps(loader.steps_per_epoch):,} steps"
+        f"an epoch: {counted(loader.rows_per_epoch, 'row')} in {counted(loader.steps_per_epoch, 'step')} of "
+        f"{counted(run.rows_per_step, 'row')}; the run: {counted(run.schedule.total_steps(loader.steps_per_epoch), 'step')}"
     )
 
 
-def _show_samples(tokenizer: Any, rows: PackedRows, samples: int, most_tokens: int, seed: int, log: RunLogger) -> None:
-    marks = (log.printable("⟦", "[["), log.printable("⟧", "]]"))
-    for number, group in enumerate(rows.groups):
-        count = len(group.segments.lengths)
-        for segment in packing.permutation(count, seed, 2, number)[:samples].tolist():
-            ids, trained = _tokens_of(group, segment)
-            place = group.store.place(int(group.segments.samples[segment]))
-            kinds = "trained ones are green" if log.colours else f"trained ones stand in {marks[0]}{marks[1]}"
-            log.info(f"\n--- {place}: {len(ids):,} tokens, {int(trained.sum()):,} trained ({kinds})")
-            log.show(marked(pieces_of(tokenizer, ids, trained, most_tokens), colours=log.colours, marks=marks))
+class _Preview:
+    """Shows samples as the model will see them, chosen at random but always the same.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        log: Where they are shown.
+        most_tokens: Tokens shown of each; a longer one loses its middle.
+        seed: Decides which samples are shown.
+    """
+
+    def __init__(self, tokenizer: Any, log: RunLogger, most_tokens: int, seed: int):
+        self._tokenizer, self._log, self._most_tokens, self._seed = tokenizer, log, most_tokens, seed
+        self._marks = (log.printable("⟦", "[["), log.printable("⟧", "]]"))
+
+    def of_rows(self, group: RowGroup, samples: int, number: int) -> None:
+        """Pieces of samples as they lie in the rows of a source, the `number`-th."""
+        segments = group.segments
+        for one in packing.permutation(len(segments.lengths), self._seed, 2, number)[:samples].tolist():
+            self._show(group.store, int(segments.samples[one]), int(segments.offsets[one]), int(segments.lengths[one]))
+
+    def of_part(self, part: Part, samples: int, number: int) -> None:
+        """Whole samples of a source, the `number`-th."""
+        for one in packing.permutation(len(part.chosen), self._seed, 2, number)[:samples].tolist():
+            self._show(part.store, int(part.chosen[one]), 0, int(part.lengths[one]))
+
+    def _show(self, store: TokenStore, sample: int, offset: int, length: int) -> None:
+        ids, trained = _tokens_of(store, sample, offset, length)
+        log, marks = self._log, self._marks
+        kinds = "trained ones are green" if log.colours else f"trained ones stand in {marks[0]}{marks[1]}"
+        log.info(f"\n--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained ({kinds})")
+        pieces = pieces_of(self._tokenizer, ids, trained, self._most_tokens)
+        log.show(marked(pieces, colours=log.colours, marks=marks))
 
 
-def _tokens_of(group: RowGroup, segment: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a piece of a row, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
-    begin = int(group.store.starts[group.segments.samples[segment]] + group.segments.offsets[segment])
-    end = begin + int(group.segments.lengths[segment])
-    mask = group.store.trained
-    trained = np.ones(end - begin, bool) if mask is None else np.asarray(mask[begin:end], bool).copy()
+def _tokens_of(store: TokenStore, sample: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a piece of a sample, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
+    begin = int(store.starts[sample]) + offset
+    end = begin + length
+    mask = store.trained
+    trained = np.ones(length, bool) if mask is None else np.asarray(mask[begin:end], bool).copy()
     trained[0] = False
-    return np.asarray(group.store.tokens[begin:end]), trained
+    return np.asarray(store.tokens[begin:end]), trained

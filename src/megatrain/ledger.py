@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatrain.config.schema import RunConfig
-from megatrain.errors import PlanRefused, UserError
+from megatrain.errors import PlanRefused, UserError, counted
 from megatrain.host.available import available_host_bytes
 
 GIB = 1 << 30
@@ -69,7 +69,7 @@ def memory_ledger(
         host["staging buffers"] = 2 * largest_unit * (2 if compute_dtype == "bf16" else 4)
     if staged or run.batch.windows > 1 or not run.memory.gradient_plane:
         slabs = min(run.memory.gradient_slabs, shape.layers)
-        host[f"{slabs} gradient slabs"] = (slabs * shape.largest_layer + shape.edges) * grad_bytes
+        host[f"{counted(slabs, 'gradient slab')}"] = (slabs * shape.largest_layer + shape.edges) * grad_bytes
 
     rows = ceil(run.rows_per_step / run.batch.windows)
     segment = run.activations.segment or 1
@@ -80,9 +80,9 @@ def memory_ledger(
         f"{run.memory.weight_slots} weight slots": run.memory.weight_slots * shape.largest_layer * compute_bytes,
         "weights of embedding and head": shape.edges * compute_bytes,
         "gradients of embedding, head and one layer": (shape.largest_layer + shape.edges) * grad_bytes,
-        f"layer inputs of {rows} rows": rows * row_bytes * kept_inputs,
+        f"layer inputs of {counted(rows, 'row')}": rows * row_bytes * kept_inputs,
         # about thirty tensors of (tokens, hidden) live in the backward of one decoder layer
-        f"one layer's activations for {chunk_rows} rows": 30 * chunk_rows * row_bytes,
+        f"one layer's activations for {counted(chunk_rows, 'row')}": 30 * chunk_rows * row_bytes,
     }
     if device == "cpu":
         return Ledger({**host, **buffers}, {})
@@ -154,7 +154,7 @@ def refuse_if_disk_too_small(run: RunConfig, one_bytes: int, count: int) -> None
     free = shutil.disk_usage(place).free
     if count * one_bytes > free:
         raise UserError(
-            f"not enough space for {count} checkpoints of {gib(one_bytes)} (12 bytes a parameter); {gib(free)} free",
+            f"not enough space for {counted(count, 'checkpoint')} of {gib(one_bytes)} (12 bytes a parameter); {gib(free)} free",
             str(place),
             "free some space, set run.dir to another disk, or keep fewer (checkpoint.keep, checkpoint.every_steps)",
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,18 +25,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from megatrain.check import Prepared, make_engine, prepare
-from megatrain.checkpoint.reader import latest_complete, saved_extra
+from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
-from megatrain.config.schema import RunConfig
+from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
-from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop
+from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, counted
 from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.host.watermark import HostWatermark
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
-from megatrain.resume import PastRates, changes, content_crc32, differences, refuse_changes, schedule_settings
+from megatrain.mfu import utilisation_of
+from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
 from megatrain.saves import RunSaves
 from megatrain.stop import StopSignals
@@ -76,14 +77,14 @@ class TrainSummary:
 
 
 def train(
-    run: RunConfig, *, resume: str | None = None, allow_changes: bool = False, engine: Any = None
+    run: RunConfig, *, resume: str | None = None, allow_changes: Collection[ChangeName] = (), engine: Any = None
 ) -> TrainSummary:
     """Train as the config says.
 
     Args:
         run: The config; see `load_config`.
         resume: None starts anew, in an empty or missing folder. "auto", "latest" or a checkpoint's path go on.
-        allow_changes: Go on although data, tokens per step or past learning rates differ; as `run.allow_changes`.
+        allow_changes: What may differ from the checkpoint's run, beside `run.allow_changes`.
         engine: Use this engine instead of making one from `run`; it is not closed.
 
     Raises:
@@ -100,14 +101,11 @@ def train(
         return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
     with StopSignals() as stop, RunLogger() as log:
         folder = RunFolder(run.run.dir)
-        prepared = prepare(run, resume=resume, log=log.info)
-        past = Past.of(prepared, allow_changes or run.run.allow_changes)
+        prepared = prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
         if stop:
             log.info(f"stopped by {stop.requested} before the first step")
-            total = prepared.total_steps
-            return TrainSummary(
-                folder.path, past.step, total, None, None, None, None, prepared.start_from, stop.requested
-            )
+            total, step = prepared.total_steps, prepared.past.step
+            return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
         folder.create()
         log.open_folder(folder.path)
         folder.tidy()
@@ -115,7 +113,7 @@ def train(
             if folder.taken(signal):
                 log.info(f"the file {signal} in {folder.path} is from before the start; removed")
         with errors_into_log(log), engine_for(prepared, engine) as running:
-            return Loop(prepared, past, running, folder, log, stop).run()
+            return Loop(prepared, running, folder, log, stop).run()
 
 
 @contextmanager
@@ -146,45 +144,6 @@ def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
         engine.close()
 
 
-@dataclass(frozen=True)
-class Past:
-    """What the checkpoint that a run starts from says of the run so far. See [Note: what a checkpoint remembers of its run].
-
-    Attributes:
-        step: The last step taken.
-        data_offset, rollbacks: See [Note: what a step number means].
-        data, schedule: What this run's checkpoints will say.
-    """
-
-    step: int
-    data_offset: int
-    rollbacks: int
-    data: dict[str, Any]
-    schedule: dict[str, Any]
-
-    @classmethod
-    def of(cls, prepared: Prepared, allow_changes: bool) -> Past:
-        """Read before anything large is.
-
-        Raises:
-            UserError: The checkpoint is damaged, not a run's, or of a run that differs in what matters.
-        """
-        data = {**prepared.fingerprint, "content": content_crc32(prepared.loader.rows)}
-        schedule = schedule_settings(prepared.run, prepared.total_steps)
-        if prepared.start_from is None:
-            return cls(0, 0, 0, data, schedule)
-        then = saved_extra(prepared.start_from)
-        found = changes(then, data, schedule, prepared.learning_rate_at)
-        if not allow_changes:
-            refuse_changes(found, prepared.start_from)
-        for change in found:
-            logger.warning("%s: allowed", change)
-        if not found:
-            for change in differences(then, schedule):
-                logger.info("%s; the learning rates so far are the same", change)
-        return cls(int(then["step"]), then.get("data_offset", 0), then.get("rollbacks", 0), data, schedule)
-
-
 class Stop(Protocol):
     """Whether the run is asked to end, and by what."""
 
@@ -201,7 +160,6 @@ class Loop:
     def __init__(
         self,
         prepared: Prepared,
-        past: Past,
         engine: Any,
         folder: RunFolder,
         log: RunLogger,
@@ -211,7 +169,9 @@ class Loop:
         self.log, self.stop = log, stop
         self.loader, self.val = prepared.loader, prepared.val
         self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
-        self.past, self.step, self.data_offset, self.rollbacks = past, past.step, past.data_offset, past.rollbacks
+        past = self.past = prepared.past
+        self.step, self.data_offset, self.rollbacks = past.step, past.data_offset, past.rollbacks
+        self.utilisation = utilisation_of(self.run_config, prepared.model_folder)
         self.rates = PastRates(self.learning_rate_at, self.step)
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
@@ -236,6 +196,8 @@ class Loop:
             raise self.watch.host_memory_low(self.engine.memory()) from None
         if self.stop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
+        else:
+            self._refuse_if_nothing_was_trained()
         if config.checkpoint.at_end or self.stop:
             self.saves.finish(self.step)
         self.saves.settle()
@@ -243,6 +205,21 @@ class Loop:
         if not self.stop:
             self.log.info(_last_words(summary, self.folder))
         return summary
+
+    def _refuse_if_nothing_was_trained(self) -> None:
+        """A run may be shorter than `max_bad_steps`: what it would save then are the weights that it began with.
+
+        Raises:
+            NumericStop: Every step of the run was skipped.
+        """
+        steps = [record for record in self.history if record.step > 0]
+        if steps and all(record.skipped for record in steps):
+            raise NumericStop(
+                f"nothing was trained: {'the only step was' if len(steps) == 1 else f'all {len(steps)} steps were'} skipped, "
+                f"the last because of: {steps[-1].skipped}\n"
+                "  -> look at the data (`megatrain data`), lower optim.learning_rate, or compute in another format "
+                "(precision.compute_dtype; fp16 needs some steps to find its loss scale)"
+            )
 
     def _write_config(self) -> None:
         _replace_text(self.folder.config, dump_config(self.run_config))
@@ -254,7 +231,7 @@ class Loop:
         with MetricsWriter(self.folder.metrics, self.step) as metrics, self._open_trackers() as self.trackers:
             if metrics.dropped:
                 self.log.info(
-                    f"metrics.jsonl: {metrics.dropped} records after step {self.step} removed; they come again"
+                    f"metrics.jsonl: {counted(metrics.dropped, 'record')} after step {self.step} removed; they come again"
                 )
             self.history = metrics.history
             try:
@@ -269,8 +246,9 @@ class Loop:
             self._record(metrics, self._with_validation(self._before_first_step()))
         if self.step >= self.total_steps:
             self.log.info(
-                f"nothing is left to do: all {self.total_steps} steps were taken; to go on, raise schedule.steps or "
-                "schedule.epochs (with --allow-changes where that changes learning rates of steps already taken)"
+                f"nothing is left to do: {counted(self.step, 'step')} of {self.total_steps:,} taken; to go on, raise "
+                "schedule.steps or schedule.epochs (with --allow-changes schedule where that changes "
+                "learning rates of steps already taken)"
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
         reserve = HostWatermark(int(config.memory.host_reserve_gib * 2**30), self._host_memory_is_low)
@@ -321,7 +299,8 @@ class Loop:
 
         skipped, rows = result.skipped, self.loader.rows
         # padding is computed too, but it would make a speed out of nothing
-        processed = sum(group.row_length(own) for group, own in map(rows.locate, row_numbers))
+        documents = rows.document_lengths(row_numbers)
+        processed = int(documents.sum())
         if result.tokens == 0:
             places = ", ".join(place for row in row_numbers for place in rows.places(row))
             self.log.warning(f"step {step}: no target token in its samples, nothing was changed: {places}")
@@ -340,6 +319,7 @@ class Loop:
             split_s={name: seconds for name, seconds in result.seconds.items() if name != "step"},
             processed_tokens_per_s=processed / step_s,
             trained_tokens_per_s=result.tokens / step_s,
+            mfu=self.utilisation.mfu(documents, result.tokens, step_s) if self.utilisation is not None else None,
             skipped=skipped,
             skipped_steps=before + bool(skipped),
             pipeline=self.watch.figures(result.pipeline, data_wait_s),
@@ -450,11 +430,10 @@ class Loop:
         """See [Note: what a checkpoint remembers of its run]."""
         self.rates.extend_to(self.step)
         return {
+            **self.past.remembered,
             "step": self.step,
-            "data": self.past.data,
             "data_offset": self.data_offset,
             "rollbacks": self.rollbacks,
-            "schedule": self.past.schedule,
             "past_rates_crc32": self.rates.crc32,
         }
 
@@ -539,11 +518,11 @@ def _last_words(summary: TrainSummary, folder: RunFolder) -> str:
     if validation and summary.val_step != summary.step:
         validation += f" (of step {summary.val_step})"
     where = f"checkpoint {summary.checkpoint}, picture {folder.plot}"
-    return "; ".join(part for part in (f"{summary.step} steps done", fall, validation, where) if part)
+    return "; ".join(part for part in (f"{counted(summary.step, 'step')} done", fall, validation, where) if part)
 
 
 def _why_it_stops(diverged: Divergence, target: Path | None, rollbacks: int, config: RunConfig) -> str:
-    again = f" after {rollbacks} rollbacks" if rollbacks else ""
+    again = f" after {counted(rollbacks, 'rollback')}" if rollbacks else ""
     return (
         f"{diverged.what}{again}\n"
         f"  -> the weights are good up to step {diverged.first_step - 1}; lower optim.learning_rate, look at the data, and go "

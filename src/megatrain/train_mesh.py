@@ -9,7 +9,7 @@ decides the loop's way must be equal everywhere: step numbers and skipped steps 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatrain.check import Prepared, check_mesh, prepare
-from megatrain.config.schema import RunConfig
+from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence
 from megatrain.errors import UserError
 from megatrain.mesh import launch
@@ -27,11 +27,11 @@ from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.run_folder import RunFolder
 from megatrain.stop import StopSignals
-from megatrain.train import Loop, NoOutput, Past, TrainSummary, engine_for, errors_into_log
+from megatrain.train import Loop, NoOutput, TrainSummary, engine_for, errors_into_log
 
 
 def train_on_mesh(
-    run: RunConfig, *, resume: str | None, allow_changes: bool = False, engine: Any = None
+    run: RunConfig, *, resume: str | None, allow_changes: Collection[ChangeName] = (), engine: Any = None
 ) -> TrainSummary:
     """`train` for `engine: mesh`; called by every rank.
 
@@ -48,7 +48,7 @@ def train_on_mesh(
     device = launch.device_of_rank(run.run.device)
     with _joined(device), StopSignals() as signals, _logger(main) as log:
         folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
-        prepared, past = _prepare_in_turn(run, resume, allow_changes or run.run.allow_changes, log, device)
+        prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
         folder.create()
         if main:
             log.open_folder(folder.path)
@@ -59,7 +59,7 @@ def train_on_mesh(
         stop.agree()
         with errors_into_log(log), engine_for(prepared, engine) as running:
             kind = _MainLoop if main else _SilentLoop
-            return kind(prepared, past, running, folder, log, stop).run()
+            return kind(prepared, running, folder, log, stop).run()
 
 
 class SilentFolder(RunFolder):
@@ -161,15 +161,14 @@ def _logger(main: bool) -> RunLogger:
 
 
 def _prepare_in_turn(
-    run: RunConfig, resume: str | None, allow_changes: bool, log: RunLogger, device: torch.device
-) -> tuple[Prepared, Past]:
+    run: RunConfig, resume: str | None, allow_changes: Collection[ChangeName], log: RunLogger, device: torch.device
+) -> Prepared:
     """Rank 0 first, so that the others find its cache; nobody goes on before everybody is done."""
 
-    def work() -> tuple[Prepared, Past]:
-        prepared = prepare(run, resume=resume, log=log.info)
-        return prepared, Past.of(prepared, allow_changes)
+    def work() -> Prepared:
+        return prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
 
-    found: tuple[Prepared, Past] | None = None
+    found: Prepared | None = None
     if launch.rank() == 0:
         try:
             found = work()

@@ -15,7 +15,10 @@ from megatrain.checkpoint import export as module
 from megatrain.checkpoint.export import export, find_checkpoint, verify
 from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.cli import main
+from megatrain.config.load import dump_config, load_config
 from megatrain.errors import UserError
+from megatrain.metrics.record import MetricsWriter
+from step_records import record
 
 
 def checkpoint(family: str, tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[Hosted, Path, Path]:
@@ -49,13 +52,43 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
         "fp32: the exact masters"
     )
     assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == {
-        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja",
+        "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja",
         "README.md", "README.source.md",
     }  # fmt: skip
+    assert [p.name for p in out.glob("*.safetensors")] == ["model.safetensors"], "a small model is one file"
     card = (out / "README.md").read_text()
     assert card.startswith("---\n")
     for words in ("license: mit", "library_name: transformers", "| optimizer steps | 7 |", "| weights | float32 |"):
         assert words in card
+
+
+def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
+    _, _, run = checkpoint("llama", tmp_path)
+    settings = {
+        "model": {"path": "source"},
+        "data": {"train": ["a.jsonl", {"path": "b/", "weight": 0.5}], "max_tokens": 64, "val": {"fraction": 0.05}},
+        "batch": {"tokens_per_step": 64},
+        "run": {"dir": str(run)},
+    }
+    (run / "config.yaml").write_text(dump_config(load_config(settings)))
+    (run / "loss.png").write_bytes(b"a picture")
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        for step in range(1, 9):
+            metrics.write(record(step, loss=5.0 - step / 4, val_loss=2.0 if step == 6 else None))
+    out = export(run, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    assert (out / "loss.png").read_bytes() == b"a picture"
+    for words in (
+        "# run\n", "](loss.png)", "- `a.jsonl`\n- `b/`, weight 0.5\n- held out: 5.00% of the above",
+        "## Config\n\n```yaml\nmodel:\n  path: source\n", "| trained tokens | 21,000 |",
+        "| training loss, first and last step | 4.7500, 3.2500 |",
+        "| validation loss, first and last | 2.0000, 2.0000 |", f"torch {torch.__version__}, transformers",
+    ):  # fmt: skip
+        assert words in card, words
+    (run / "config.yaml").write_text("of another version: true\n")
+    (run / "metrics.jsonl").write_text("damaged\nlines\n")
+    (run / "loss.png").unlink()
+    assert "## Data" not in (export(run, tmp_path / "less") / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -76,6 +109,35 @@ def test_a_bf16_source_is_exported_as_bf16(tmp_path: Path) -> None:
     assert {t.dtype for t in tensors(export(run, tmp_path / "out")).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_a_large_model_becomes_shards_of_a_size(family: str, tmp_path: Path) -> None:
+    """Units lie in several shards, types of two sizes in one; index and tensors are those of the single file."""
+    _, source, run = checkpoint(family, tmp_path)
+    limit = max(t.numel() * 2 for t in tensors(source).values()) * 2
+    words = ["--dtype=bf16", f"--max-shard-size={limit / 1000}KB"]
+    assert main(["export", str(run), str(tmp_path / "out"), *words]) == 0
+    whole = export(run, tmp_path / "whole", dtype="bf16")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        inside = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in inside)
+        assert sum(t.numel() * t.element_size() for t in inside.values()) <= limit
+    one, many = tensors(whole), tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in one.values())
+
+
+@pytest.mark.parametrize("word", ["5", "GB", "-1GB", "5 gigabytes", "0MB", "nanGB"])
+def test_a_size_that_is_none_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "run", "out", f"--max-shard-size={word}"])
+    assert "should be a size like 5GB" in capsys.readouterr().err
+
+
 def test_an_export_that_computes_something_else_is_refused_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,9 +152,9 @@ def test_an_export_that_computes_something_else_is_refused_and_removed(
         with pytest.raises(UserError, match="computes other logits"):
             export(run, tmp_path / "out")
     with monkeypatch.context() as patch:
-        write = module.FolderWriter.write_tensors
-        half = lambda self, name, parts: write(self, name, {k: t * 0.5 for k, t in parts.items()})  # noqa: E731
-        patch.setattr(module.FolderWriter, "write_tensors", half)
+        convert = module.to_checkpoint
+        half = lambda model, parts: {k: t * 0.5 for k, t in convert(model, parts).items()}  # noqa: E731
+        patch.setattr(module, "to_checkpoint", half)
         with pytest.raises(UserError, match="is not what was trained"):
             export(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "source"], "nothing is left"

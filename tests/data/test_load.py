@@ -71,7 +71,7 @@ def test_samples_longer_than_a_row_are_an_error_with_counts_and_the_longest(tmp_
     with pytest.raises(UserError) as caught:
         _load(tmp_path, *paths)
     said = str(caught.value)
-    assert f"{paths[0]}: 2 of 3 samples are longer than 64 tokens; {paths[1]}: 1 of 2 samples" in said
+    assert f"{paths[0]}: 2 of 3 samples longer than 64 tokens; {paths[1]}: 1 of 2 samples" in said
     assert f"({paths[0]}:3)" in said
     longest = int(said.split("the longest has ")[1].split()[0])
     assert f"raise data.max_tokens to {longest}" in said
@@ -95,6 +95,24 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
         _load(tmp_path, _chats(tmp_path / "a.jsonl", [90, 200]), overflow="drop")
 
 
+def test_documents_of_one_token_are_no_data(tmp_path: Path) -> None:
+    one = _write(tmp_path / "a.jsonl", [{"input_ids": [5]}] * 4)
+    with pytest.raises(UserError, match=r"no token of train would be trained: its 4 samples have 4 tokens"):
+        _load(tmp_path, one)
+    with pytest.raises(UserError, match=r"data.val: no token of val would be trained: its 4 samples have 4 tokens"):
+        _load(tmp_path, _texts(tmp_path / "b.jsonl", 3), val=ValSettings(sources=(SourceSettings(one),)))
+
+
+def test_a_wrong_source_is_found_before_the_first_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = _texts(tmp_path / "a.jsonl", 3)
+    bad = _write(tmp_path / "b.jsonl", [{"body": "x"}]), _write(tmp_path / "c.jsonl", [{"headline": "x"}])
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.data.encode.Encoder.ids", lambda *_: pytest.fail("tokenised"))
+        with pytest.raises(UserError, match=r"2 problems(?s:.*)the columns are body(?s:.*)the columns are headline"):
+            _load(tmp_path, good, bad[0], val=ValSettings(sources=(SourceSettings(bad[1]),)))
+    assert _load(tmp_path, good, _texts(tmp_path / "d.jsonl", 2))[0].stats.samples == 5
+
+
 def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
     """More data never moves a sample from one side to the other, nor does its order."""
     file = tmp_path / "a.jsonl"
@@ -110,7 +128,7 @@ def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
 
 def test_a_fraction_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The dog. " * 100)
-    with pytest.raises(UserError, match=r"data.val.fraction: a fraction of 0.01 of 1 samples leaves none(?s:.*)lines"):
+    with pytest.raises(UserError, match=r"data.val.fraction: a fraction of 0.01 of 1 sample leaves none(?s:.*)lines"):
         _load(tmp_path, str(tmp_path / "a.txt"), val=ValSettings(fraction=0.01))
 
 

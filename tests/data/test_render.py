@@ -125,7 +125,7 @@ def test_rewritten_history_becomes_a_text_for_each_turn() -> None:
     renderer = ChatRenderer(tokenizer, None, "assistant")
     first, second = renderer.render(sample)
     assert renderer.take_notes() == [
-        "the chat template of tiny rewrites earlier turns; such conversations were expanded into a sample per turn (1 times)"
+        "the chat template of tiny rewrites earlier turns; such conversations were expanded into a sample per turn (1 time)"
     ]
     assert renderer.take_notes() == []
     assert first.text.endswith("<think>\neasy\n</think>\n\nA number.<|im_end|>\n")
@@ -149,7 +149,7 @@ def test_a_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() 
     renderer = ChatRenderer(tokenizer, None, "assistant")
     assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
     renderer.render(_sample(CHAT[:2]))
-    assert "writes a generation prompt that goes on where the answers do not (1 times)" in renderer.take_notes()[0]
+    assert "writes a generation prompt that goes on where the answers do not (1 time)" in renderer.take_notes()[0]
 
 
 def test_a_template_without_a_generation_prompt_does_not_train_headers() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GPT2Config, LlamaConfig
 
 from megatrain.errors import UserError
-from megatrain.executor.batches import checked
+from megatrain.executor.batches import checked, most_positions
 
 VOCABULARY = 50
 
@@ -101,12 +102,19 @@ def test_the_caller_s_batch_is_not_changed() -> None:
             },
             "document_ids and attention_mask together",
         ),
+        ({"position_ids": torch.full((2, 6), -1)}, r"batch\['position_ids'\]\[0, 0\]: holds -1, which is negative"),
+        ({"position_ids": torch.arange(6).expand(2, 6) + 15}, r"\[0, 5\]: holds 20, beyond the model's 20 positions"),
+        ({"position_ids": torch.zeros(2, 6)}, r"batch\['position_ids'\]: is torch.float32"),
+        ({"attention_mask": torch.full((2, 6), 2)}, r"batch\['attention_mask'\]\[0, 0\]: holds 2, neither 0 nor 1"),
+        ({"attention_mask": torch.ones(2, 6, dtype=torch.bool)}, r"batch\['attention_mask'\]: is torch.bool"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)}, r"is torch.int64 \(2, 1, 6, 6\)"),
+        ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, r"batch\['attention_mask'\]\[1\]: hides every token"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_what_cannot_be_trained_on_is_refused_with_its_place(change: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
-        checked({**rows(), **change}, VOCABULARY)
+        checked({**rows(), **change}, VOCABULARY, 20)
     assert caught.value.where is not None
 
 
@@ -114,3 +122,8 @@ def test_what_cannot_be_trained_on_is_refused_with_its_place(change: dict[str, A
 def test_too_small_batches_are_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(UserError, match="at least one row of two tokens"):
         checked(rows(*shape), VOCABULARY)
+
+
+def test_only_a_table_of_positions_has_an_end() -> None:
+    assert most_positions(GPT2Config(n_positions=77)) == 77
+    assert most_positions(LlamaConfig(max_position_embeddings=77)) is None

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hosted import host_folder, save_family
 from megatrain.errors import UserError
 from megatrain.models import weights
-from megatrain.models.weights import find_weight_files, hf_tensors, load_weights
+from megatrain.models.weights import check_weights, find_weight_files, hf_tensors, load_weights
 
 # Fused experts (stacked, interleaved, transposed), renamed prefixes, split and merged projections, linear attention.
 ROUND_TRIP = [
@@ -31,6 +31,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 def test_planes_equal_from_pretrained_and_go_back(name: str, tmp_path: Path):
     save_family(name, tmp_path)
     hosted = host_folder(tmp_path)
+    check_weights(tmp_path, hosted.structure)
     load_weights(tmp_path, hosted.structure, hosted.store, hosted.buffers)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -120,7 +121,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.pop(DOWN), f"1 tensors are missing: {DOWN}"),
+        (lambda t: t.pop(DOWN), f"1 tensor missing: {DOWN}"),
         (lambda t: t.update({DOWN: t[DOWN][:-1].contiguous()}), r"has shape \(63, 96\).*makes it \(64, 96\)"),
         (lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)}), f"{DOWN} has type torch.float8_e4m3fn"),
         (lambda t: t.update({DOWN: t[DOWN].double()}), f"{DOWN} has type torch.float64"),
@@ -131,10 +132,38 @@ def test_refused_tensors(change, says: str, tmp_path: Path):
     save_family("llama", tmp_path)
     edit(tmp_path, change)
     hosted = host_folder(tmp_path)
-    with pytest.raises(UserError, match=says) as caught:
-        load_weights(tmp_path, hosted.structure, hosted.store, hosted.buffers)
-    assert str(tmp_path) in str(caught.value)
-    assert all(p.is_meta for p in hosted.structure.model.parameters())
+    for read in (
+        lambda: load_weights(tmp_path, hosted.structure, hosted.store, hosted.buffers),
+        lambda: check_weights(tmp_path, hosted.structure),  # from the headers alone
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            read()
+        assert str(tmp_path) in str(caught.value)
+        assert all(p.is_meta for p in hosted.structure.model.parameters())
+        assert ("dequantize" in str(caught.value)) == ("float8" in says)
+
+
+def test_headers_are_checked_without_reading_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_family("qwen3_moe", tmp_path)
+    hosted = host_folder(tmp_path)
+    monkeypatch.setattr(weights, "_map_tensors", lambda *_: pytest.fail("a value was read"))
+    check_weights(tmp_path, hosted.structure)
+
+
+def test_headers_of_tied_and_of_base_models(tmp_path: Path):
+    """Every name that a tied tensor, or a model without its prefix, may have in the files."""
+    model = save_family("llama", tmp_path, tie=True)
+    hosted = host_folder(tmp_path)
+    source = load_file(tmp_path / "model.safetensors")
+    embedding = source.pop("model.embed_tokens.weight")
+    for names in (["model.embed_tokens.weight"], ["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]):
+        save_file(source | {name: embedding.clone() for name in names}, tmp_path / "model.safetensors")
+        check_weights(tmp_path, hosted.structure)
+    save_file(source, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 tensor missing: model\.embed_tokens\.weight"):
+        check_weights(tmp_path, hosted.structure)
+    model.model.save_pretrained(tmp_path / "base")
+    check_weights(tmp_path / "base", hosted.structure)
 
 
 def test_unexpected_tensors_are_said_and_harmless_ones_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -146,7 +175,7 @@ def test_unexpected_tensors_are_said_and_harmless_ones_are_not(tmp_path: Path, c
         assert not caplog.records
         edit(tmp_path, lambda t: t.update({"vision.proj.weight": torch.ones(4)}))
         load_weights(tmp_path, hosted.structure, hosted.store, hosted.buffers)
-    assert "1 tensors are not used: vision.proj.weight" in caplog.text
+    assert "1 tensor not used: vision.proj.weight" in caplog.text
 
 
 def test_absent_buffer_keeps_its_initial_value_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):

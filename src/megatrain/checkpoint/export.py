@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatrain import __version__
+from megatrain.checkpoint.card import CARD, CURVE, SOURCE_CARD, card_text, run_of
 from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
 from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 from megatrain.host import planes as plane_math
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CARD = "README.md"
-SOURCE_CARD = "README.source.md"
 TRIAL_TOKENS = 16
 SLACK_BYTES = 16 << 20
+SINGLE_FILE = "model.safetensors"
+MAX_SHARD_BYTES = 50 * 10**9
+"""As transformers has it."""
 
 
 def find_checkpoint(given: Path) -> Path:
@@ -59,6 +60,7 @@ def export(
     out: str | Path,
     *,
     dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
     say: Say = logger.info,
 ) -> Path:
@@ -68,6 +70,7 @@ def export(
         given: A checkpoint, or a run: its newest one.
         out: The folder to make. It must not exist.
         dtype: `bf16`, `fp16` or `fp32`; None: the type of the model that training began with.
+        max_shard_bytes: Size of a weights file; a model that fits is one file.
         trust_remote_code: Whether code in the checkpoint may run.
         say: Takes lines for people.
 
@@ -104,8 +107,14 @@ def export(
             folder.write_json("config.json", with_dtype(saved, str(target).removeprefix("torch.")))
             for name in rest:
                 folder.copy_file(SOURCE_CARD if name == CARD else name, source / name)
-            folder.write_bytes(CARD, _card(source, opened, saved, target).encode())
-            _write_weights(folder, structure, units())
+            extra = opened.state.get("extra") or {}
+            folder.write_bytes(CARD, card_text(source, extra, opened.step, saved, target).encode())
+            run = run_of(source, opened.step)
+            if run is not None and run.curve is not None:
+                folder.copy_file(CURVE, run.curve)
+            buffers = persistent_buffers(structure.model)
+            described = [_described(unit, structure, buffers, target, keep_fp32) for unit in structure.units]
+            _write_weights(folder, structure, units(), described, max_shard_bytes)
             folder.finish_plain(lambda: verify_export(folder.temp, opened, plain, keep_fp32, trust_remote_code, say))
     say(f"{out}: read back, loaded with transformers, every tensor and the logits equal")
     return out
@@ -193,11 +202,11 @@ def verify(given: str | Path, *, say: Say = logger.info) -> VerifySummary:
         lines = "\n".join(f"  {error.where}: {error.what}" for error in found)
         other = latest_complete(folder.parent, except_for=folder)
         raise UserError(
-            f"{len(found)} of {files} files are damaged:\n{lines}",
+            f"{len(found)} of {files} files damaged:\n{lines}",
             str(folder),
             f"restore them, or go on from {other}" if other else "restore them, or take another checkpoint",
         )
-    say(f"{folder}: {files} files, {total_bytes:,} bytes, all checksums are right")
+    say(f"{folder}: {counted(files, 'file')}, {total_bytes:,} bytes, all checksums are right")
     return VerifySummary(folder, files, total_bytes)
 
 
@@ -229,55 +238,71 @@ def _rounded(master: torch.Tensor, target: torch.dtype, keep_fp32: bool) -> torc
     return rounded
 
 
+def _described(
+    unit: Unit,
+    structure: Structure,
+    buffers: Mapping[str, torch.Tensor],
+    target: torch.dtype,
+    keep_fp32: Collection[str],
+) -> dict[str, torch.Tensor]:
+    """Meta tensors of a unit's parameters and persistent buffers as they are exported, by module name."""
+    owner = unit_of_names(structure)
+    found = {
+        full: torch.empty(
+            unit.layout.by_name[local].shape, dtype=torch.float32 if full in keep_fp32 else target, device="meta"
+        )
+        for local, full in unit.full_names()
+    }
+    return found | {name: b.detach().to("meta") for name, b in buffers.items() if owner[name] == unit.name}
+
+
 def _write_weights(
-    folder: FolderWriter, structure: Structure, units: Iterable[tuple[Unit, dict[str, torch.Tensor]]]
+    folder: FolderWriter,
+    structure: Structure,
+    units: Iterable[tuple[Unit, dict[str, torch.Tensor]]],
+    described: Iterable[dict[str, torch.Tensor]],
+    max_shard_bytes: int,
 ) -> None:
+    """Write all weights under checkpoint names, into one file or into shards with an index, as transformers does.
+
+    Args:
+        folder: Receives the files.
+        structure: The model.
+        units: Module tensors of each unit, made when they are asked for: one unit is in memory at a time.
+        described: For each of these, meta tensors of the same names, shapes and types.
+        max_shard_bytes: A file is not larger, unless a single tensor is.
+    """
     model = structure.model
     assert isinstance(model, PreTrainedModel), type(model)
-    owners = set(unit_of_names(structure).values())
-    count = sum(1 for unit in structure.units if unit.layout.entries or unit.name in owners)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for _, tensors in units:
-        if not tensors:
-            continue
-        saved = to_checkpoint(model, tensors)
-        name = weights_file_name(len(set(weight_map.values())) + 1, count)
-        folder.write_tensors(name, saved)
-        weight_map |= dict.fromkeys(saved, name)
-        total += sum(tensor.numel() * tensor.element_size() for tensor in saved.values())
-    write_index(folder, weight_map, total)
+    metas = [to_checkpoint(model, tensors) for tensors in described]
+    shards = plan_shards([(key, meta) for unit in metas for key, meta in unit.items()], max_shard_bytes)
+    names = [SINGLE_FILE] if len(shards) == 1 else [weights_file_name(n + 1, len(shards)) for n in range(len(shards))]
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    with ExitStack() as stack:
+        # All shards are open, because a unit may lie in several.
+        writers = {
+            name: stack.enter_context(folder.tensors_by_and_by(name, shard))
+            for name, shard in zip(names, shards, strict=True)
+        }
+        for (_, tensors), wanted in zip(units, metas, strict=True):
+            saved = to_checkpoint(model, tensors) if tensors else {}
+            assert saved.keys() == wanted.keys(), sorted(saved.keys() ^ wanted.keys())[:3]
+            for key, tensor in saved.items():
+                writers[weight_map[key]](key, tensor)
+    if len(shards) > 1:
+        total = sum(meta.numel() * meta.element_size() for shard in shards for meta in shard.values())
+        write_index(folder, weight_map, total)
 
 
-def _card(source: Path, opened: OpenCheckpoint, config: dict[str, Any], target: torch.dtype) -> str:
-    """The model card: what the Hugging Face hub reads, and what a person should know."""
-    base = str(config.get("_name_or_path") or "")
-    licence = ""
-    if (source / CARD).is_file():
-        found = re.search(r"^license:.*$", (source / CARD).read_text(encoding="utf-8"), re.MULTILINE)
-        licence = found[0] + "\n" if found else ""
-    front = "library_name: transformers\npipeline_tag: text-generation\n" + licence
-    front += f"base_model: {base}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else ""
-    extra = opened.state.get("extra") or {}
-    rows = {
-        "architecture": ", ".join(config.get("architectures") or []),
-        "weights": str(target).removeprefix("torch."),
-        "optimizer steps": str(extra.get("step", opened.step)),
-        **{name: str(value) for name, value in (extra.get("schedule") or {}).items() if value is not None},
-        **({"rows per step": str(extra["data"].get("rows_per_step"))} if "data" in extra else {}),
-        **({"tokens per row": str(extra["data"].get("max_tokens"))} if "data" in extra else {}),
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    source_card = (
-        f"\nThe card of the model that training began with is in `{SOURCE_CARD}`.\n"
-        if (source / CARD).is_file()
-        else ""
-    )
-    return (
-        f"---\n{front}---\n\n# {source.resolve().parent.parent.name or source.name}\n\n"
-        f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{source.name}`.\n"
-        f"{source_card}\n| | |\n|---|---|\n{table}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```\n'
-    )
+def plan_shards(tensors: Sequence[tuple[str, torch.Tensor]], max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
+    """Tensors in their order, cut into groups of at most `max_shard_bytes`; one that is larger is a group of its own."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    room = max_shard_bytes
+    for key, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size > room and shards[-1]:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][key] = tensor
+        room -= size
+    return shards

@@ -39,8 +39,10 @@ MANIFEST_FILE = "manifest.json"
 MARKER_FILE = ".megatrain-partial"
 PIECE_BYTES = 32 << 20
 READ_BACK_THREADS = 4
-UNSYNCED_FILES = 2
-"""Files that may wait for their fsync while the next one is written; bounds the dirty pages in the page cache."""
+FLUSH_BYTES = 128 << 20
+"""So much of a file is sent to the disk while the rest is being written: the disk never waits for a file to end."""
+UNSYNCED = 3
+"""Flushes and files that may wait for the disk while the next ones are written; bounds the dirty pages in the page cache."""
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -154,6 +156,40 @@ class FolderWriter:
                 crcs[key] = file.append(tensor_bytes(tensors[key].contiguous()))
         self.records[name] = FileRecord(file.size, header_crc, crcs)
 
+    @contextmanager
+    def tensors_by_and_by(
+        self, name: str, described: Mapping[str, torch.Tensor]
+    ) -> Iterator[Callable[[str, torch.Tensor], None]]:
+        """Write a safetensors file whose tensors come one by one, in any order.
+
+        Args:
+            name: The file.
+            described: Tensors with the shapes and types of those that come; their values are not looked at.
+
+        Yields:
+            write(key, tensor): must be called once for each.
+        """
+        header, order = safetensors_header(described)
+        places: dict[str, int] = {}
+        offset = len(header)
+        for key in order:
+            places[key] = offset
+            offset += described[key].numel() * described[key].element_size()
+        crcs: dict[str, int] = {}
+        with self._file(name) as file:
+            header_crc = file.append(memoryview(header))
+
+            def write(key: str, tensor: torch.Tensor) -> None:
+                want = described[key]
+                assert (tensor.shape, tensor.dtype) == (want.shape, want.dtype), (key, tensor.shape, tensor.dtype)
+                assert key not in crcs, key
+                file.seek(places[key])
+                crcs[key] = file.append(tensor_bytes(tensor.contiguous()))
+
+            yield write
+        assert crcs.keys() == described.keys(), sorted(described.keys() - crcs.keys())[:3]
+        self.records[name] = FileRecord(file.size, header_crc, crcs)
+
     def write_bytes(self, name: str, data: bytes) -> None:
         with self._file(name) as file:
             crc = file.append(memoryview(data))
@@ -225,11 +261,13 @@ class FolderWriter:
         self.read_back_s = time.perf_counter() - started
 
     def _file(self, name: str) -> _OpenFile:
-        self._wait_for_syncs(UNSYNCED_FILES)
+        self._wait_for_syncs(UNSYNCED)
         return _OpenFile(self, name)
 
-    def _sync_later(self, name: str, fd: int) -> None:
-        self._syncs.append((name, self._sync_thread.submit(_sync_and_close, fd)))
+    def _sync_later(self, name: str, fd: int, flush: Callable[[int], None]) -> None:
+        """Have `flush(fd)` called in the thread that does so in order."""
+        self._wait_for_syncs(UNSYNCED)
+        self._syncs.append((name, self._sync_thread.submit(flush, fd)))
 
     def _wait_for_syncs(self, left: int) -> None:
         while len(self._syncs) > left:
@@ -250,6 +288,7 @@ class _OpenFile:
     def __init__(self, folder: FolderWriter, name: str):
         self._folder, self._name, self.size = folder, name, 0
         self._fd = -1
+        self._flushed = 0
 
     def __enter__(self) -> _OpenFile:
         path = self._folder.temp / self._name
@@ -264,12 +303,16 @@ class _OpenFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._folder._sync_later(self._name, self._fd)
+            self._folder._sync_later(self._name, self._fd, _sync_and_close)
         else:
-            os.close(self._fd)
+            self._folder._sync_thread.submit(os.close, self._fd)  # behind its flushes
+
+    def seek(self, offset: int) -> None:
+        """Let the next `append` write there; each byte of the file is to be written once."""
+        os.lseek(self._fd, offset, os.SEEK_SET)
 
     def append(self, data: memoryview, crc: int = 0) -> int:
-        """Write `data` at the end; returns its CRC-32, going on from `crc`."""
+        """Write `data` at the end, or where `seek` said; returns its CRC-32, going on from `crc`."""
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
             # Both release the interpreter lock: the checksum of a piece is computed while the piece is being written.
@@ -288,6 +331,9 @@ class _OpenFile:
                 self._folder.on_bytes(written)
         except OSError as error:
             raise _refused(error, self._folder.target / self._name) from error
+        if self.size - self._flushed >= FLUSH_BYTES:
+            self._flushed = self.size
+            self._folder._sync_later(self._name, self._fd, os.fdatasync)
 
 
 class SafetensorsReader:

@@ -10,8 +10,11 @@ file, so that a config can be copied into the run's folder and still mean the sa
 from __future__ import annotations
 
 import io
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -134,8 +137,19 @@ def dump_config(run: RunConfig) -> str:
 # Reading
 
 
+MOST_BYTES = 4 << 20
+MOST_NODES, MOST_DEPTH, MOST_BRACKETS = 100_000, 100, 300
+"""Of a config: far more than one needs, far less than what a data file given by mistake or nested aliases come to."""
+
+
 def _from_file(path: Path) -> _Document:
     try:
+        if path.is_file() and path.stat().st_size > MOST_BYTES:
+            raise UserError(
+                f"has {path.stat().st_size:,} bytes, too many for a config",
+                str(path),
+                "give the path of a run's YAML file",
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError("no such file", str(path), "give the path of a run's YAML file") from None
@@ -144,14 +158,16 @@ def _from_file(path: Path) -> _Document:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", str(path)) from None
     try:
-        root = YAML(typ="rt").load(text)
+        root = _parsed(text)
+    except _TooMuch as error:
+        raise UserError(str(error), str(path), "write out what is meant, without aliases of aliases") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         problem = (error.problem or error.context or "malformed").splitlines()[0]
-        raise UserError(
-            f"is not valid YAML: {problem}", f"{path}{line}", "check indentation, colons and quotes"
-        ) from None
+        is_yaml = path.suffix.lower() in (".yaml", ".yml", "")
+        remedy = "check indentation, colons and quotes" if is_yaml else "give the path of a run's YAML file"
+        raise UserError(f"is not valid YAML: {problem}", f"{path}{line}", remedy) from None
     except YAMLError as error:
         raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", str(path)) from None
     if not isinstance(root, dict):
@@ -159,7 +175,7 @@ def _from_file(path: Path) -> _Document:
         raise UserError(
             f"should hold the sections model, data, batch, run, ...; found {found}",
             str(path),
-            "see `megatrain train --help` for all keys",
+            "see `megatrain train --help-all` for all keys",
         )
     document = _Document(_plain(root), str(path))
     document.lines.update(_lines(root))
@@ -168,6 +184,44 @@ def _from_file(path: Path) -> _Document:
 
 def _from_mapping(source: Mapping[str, Any]) -> _Document:
     return _Document(_plain(source), "config")
+
+
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+class _TooMuch(Exception):
+    """A YAML text that stands for more than a config can be."""
+
+
+def _parsed(text: str) -> Any:
+    """A YAML text with ruamel's types.
+
+    An alias is one object in several places, so a short text may stand for more values than there is memory, or for one
+    without an end. They are counted as often as they are meant, before anything copies them.
+
+    Raises:
+        _TooMuch: It stands for too much, or is nested too deeply.
+        YAMLError: It is no YAML.
+    """
+    # Of brackets the parser would take minutes to run out of stack. Those inside texts count too, which no config has so many of.
+    deepest = max(itertools.accumulate(_BRACKETS.get(character, 0) for character in text), default=0)
+    if deepest > MOST_BRACKETS:
+        raise _TooMuch("is nested too deeply")
+    try:
+        root = YAML(typ="rt").load(text)
+    except RecursionError:
+        raise _TooMuch("is nested too deeply") from None
+    count, waiting = 0, [(root, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        inner = list(node.values()) if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+        count += 1 + len(inner)
+        if depth > MOST_DEPTH:
+            raise _TooMuch(f"is nested more than {MOST_DEPTH} levels deep")
+        if count > MOST_NODES:
+            raise _TooMuch(f"stands for more than {MOST_NODES:,} values")
+        waiting += [(one, depth + 1) for one in inner]
+    return root
 
 
 def _plain(node: Any) -> Any:
@@ -266,7 +320,9 @@ def _parse_value(override: Override) -> Any:
     if _field_type(override.loc) is str and override.text != "null":
         return override.text
     try:
-        return _plain(YAML(typ="rt").load(override.text))
+        return _plain(_parsed(override.text))
+    except _TooMuch as error:
+        raise UserError(str(error), override.flag) from None
     except YAMLError:
         return override.text  # `*.jsonl` is a glob for data.train; where text is wrong, the validation says so
 
@@ -324,6 +380,30 @@ def _user_error(error: ValidationError, document: _Document) -> UserError:
     return UserError("\n".join([f"{len(lines)} problems in the config", *(f"  {line}" for line in lines)]))
 
 
+# pydantic speaks of Python; a config is YAML.
+_SHOULD_BE = {
+    "tuple_type": "a list",
+    "dict_type": "a section with keys",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "model_type": "a section with keys",
+    "model_attributes_type": "a section with keys",
+    "string_too_short": "a text that is not empty",
+    "too_short": "a list with at least one item",
+}
+_SHOWN_CHARS = 120
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML writes it, or nearly so; a long one is cut."""
+    text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
 def _problem(details: ErrorDetails, document: _Document) -> str:
     context = details.get("ctx", {})
     loc: Loc = context.get("at", details["loc"])
@@ -337,20 +417,21 @@ def _problem(details: ErrorDetails, document: _Document) -> str:
         case "literal_error":
             near = get_close_matches(str(found), re.findall(r"'([^']*)'", context["expected"]), n=1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
-            return f"{place}: should be {context['expected']}, found {found!r}{hint}"
+            return f"{place}: should be {context['expected']}, found {_shown(found)}{hint}"
         case "bool_type" if str(found).lower() in ("yes", "no", "on", "off", "true", "false"):
             return f"{place}: found the text {found!r}; a boolean is written true or false"
         case schema.CROSS_SECTION:
-            return f"{place}: {details['msg']}, found {_value_at(document.data, loc)!r}"
-        case "model_type" | "model_attributes_type":
-            return f"{place}: should be a section with keys, found {found!r}"
+            return f"{place}: {details['msg']}, found {_shown(_value_at(document.data, loc))}"
+        case "greater_than_equal":
+            return f"{place}: should be {context['ge']} or more, found {_shown(found)}"
+        case "less_than_equal":
+            return f"{place}: should be {context['le']} or less, found {_shown(found)}"
+        case kind if kind in _SHOULD_BE:
+            return f"{place}: should be {_SHOULD_BE[kind]}, found {_shown(found)}"
     text = details["msg"].removeprefix("Value error, ").replace("Input should", "should")
     # a message about a whole section names the keys itself
-    return (
-        f"{place}: {text}"
-        if isinstance(found, dict | BaseModel) or "found" in text
-        else f"{place}: {text}, found {found!r}"
-    )
+    names_it = isinstance(found, dict | BaseModel) or "found" in text
+    return f"{place}: {text}" if names_it else f"{place}: {text}, found {_shown(found)}"
 
 
 def _value_at(node: Any, loc: Loc) -> Any:
@@ -409,17 +490,48 @@ def fields(model: type[BaseModel] = RunConfig, loc: Loc = ()) -> Iterator[tuple[
             yield from fields(inner, (*place, "N") if many else place)
 
 
-def describe_keys() -> str:
-    """All keys with type, default and meaning, in the order of the YAML, for `--help`."""
+MAIN_KEYS = frozenset(
+    (
+        "model.path data.train data.val data.max_tokens data.overflow data.train_on batch.tokens_per_step optim.learning_rate "
+        "optim.weight_decay schedule.warmup_ratio schedule.epochs schedule.steps eval.every_steps checkpoint.every_steps "
+        "checkpoint.keep run.dir run.seed"
+    ).split()
+)
+"""What a run usually sets: the short help."""
+_NAME_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 36, 72, 120
+
+
+def section_names() -> list[str]:
+    """The sections of a config, and `engine`, in the order of the YAML."""
+    return list(RunConfig.model_fields)
+
+
+def describe_keys(section: str | None = None, only: Collection[str] | None = None) -> str:
+    """Keys with type, meaning and default, grouped by section in the order of the YAML, for `--help`.
+
+    Args:
+        section: Those of one section; None: of all.
+        only: These alone, without the sections' headings.
+    """
     lines: list[str] = []
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH), _MOST_WIDTH)
     for loc, info in fields():
-        if len(loc) == 1 and info.description is None:
-            section = model_in(info.annotation)
-            assert section is not None, f"{loc} has neither description nor keys"
-            lines += ["", f"{loc[0]}: {(section.__doc__ or '').strip()}"]
+        name = ".".join(map(str, loc))
+        if section not in (None, loc[0]) or (only is not None and name not in only):
             continue
-        default = "" if info.is_required() else f" (default: {default_text(info)})"
-        lines.append(f"  --{'.'.join(map(str, loc))} {type_text(info)}{default}\n        {info.description}")
+        if len(loc) == 1 and info.description is None:
+            heading = model_in(info.annotation)
+            assert heading is not None, f"{name} has neither description nor keys"
+            lines += ["", f"{name}: {' '.join((heading.__doc__ or '').split())}"]
+            continue
+        default = "required" if info.is_required() else f"default: {default_text(info)}"
+        if len(loc) == 1 and only is None:
+            lines.append("")
+        option = f"  --{name} {type_text(info)}"
+        text = textwrap.wrap(f"{info.description} ({default})", width - _NAME_WIDTH)
+        if len(option) < _NAME_WIDTH:
+            option = option.ljust(_NAME_WIDTH) + text.pop(0)
+        lines += [option, *(" " * _NAME_WIDTH + line for line in text)]
     return "\n".join(lines)
 
 

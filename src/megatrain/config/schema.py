@@ -43,11 +43,22 @@ def _gib(value: object) -> object:
     return value
 
 
+def _pair(value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("should be a list of two numbers, like [0.9, 0.999]")
+    return value
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 GiB = Annotated[Literal["auto"] | float, BeforeValidator(_gib)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_pair)]
+
+ChangeName = Literal["data", "batch", "seed", "schedule", "optim", "precision"]
+"""What may be allowed to differ between a checkpoint's run and the one that goes on from it; see resume.py."""
 
 
 class Section(BaseModel):
@@ -136,7 +147,7 @@ class DataConfig(Section):
     val: ValConfig | None = Field(
         default=None, description="{fraction: 0.01}, or sources like data.train; null: no validation"
     )
-    max_tokens: PositiveInt = Field(default=2048, description="length of a row [tokens]")
+    max_tokens: Annotated[Int, Field(ge=2)] = Field(default=2048, description="length of a row [tokens]")
     overflow: Literal["error", "drop", "truncate", "split"] = Field(
         default="error", description="what happens to a sample longer than max_tokens"
     )
@@ -187,9 +198,7 @@ class OptimConfig(Section):
     weight_decay: Annotated[Float, Field(ge=0)] = Field(
         default=0.01, description="decoupled decay; never on norms and biases"
     )
-    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), description="decay of the first and second moment"
-    )
+    betas: Betas = Field(default=(0.9, 0.999), description="decay of the first and second moment")
     eps: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="term added to the denominator")
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = Field(
         default=1.0, description="clip the global gradient norm to this; null: no clipping"
@@ -279,6 +288,20 @@ class ActivationsConfig(Section):
         "recompute: each layer's input, the rest is computed again; auto: per layer, as the plan finds it fastest "
         "(on the CPU recompute)",
     )
+    attention: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="of recomputed layers: keep: what attention gave stays, all else is done again (in long rows attention "
+        "is most of the work); recompute: not even that; auto: as policy says, or the plan",
+    )
+    mlp: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="likewise for the products of the MLP's matrices; keep with attention: keep is policy: keep",
+    )
+    mlp_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="compute MLPs in chunks of so many tokens, where they compute each token by itself [tokens]; null: as the "
+        "plan finds it needed",
+    )
     compile: Literal["auto", "off"] = Field(
         default="auto", description="auto: layers are compiled on a GPU; a family that cannot be compiled runs eager"
     )
@@ -290,6 +313,28 @@ class ActivationsConfig(Section):
         default=None,
         description="keep only every K-th layer's input, at the price of one more forward; null: every layer's",
     )
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> ActivationsConfig:
+        parts = [name for name in ("attention", "mlp") if getattr(self, name) != "auto"]
+        if parts and self.policy in ("keep", "selective"):
+            raise ValueError(f"policy: {self.policy} decides for whole layers: leave {' and '.join(parts)} at auto")
+        kept = [name for name in parts if getattr(self, name) == "keep"]
+        if kept and self.segment is not None:
+            raise ValueError(f"segment drops all but inputs: leave {' and '.join(kept)} at auto, or segment at null")
+        return self
+
+    @property
+    def layer_policy(self) -> Literal["auto", "keep", "selective", "attention", "mlp", "recompute"]:
+        """What `policy`, `attention` and `mlp` come to for a layer."""
+        parts = (self.attention, self.mlp)
+        if parts == ("keep", "keep"):
+            return "keep"
+        if "keep" in parts:
+            return "attention" if self.attention == "keep" else "mlp"
+        if "recompute" in parts or (self.segment is not None and self.policy == "auto"):
+            return "recompute"
+        return self.policy
 
 
 class PrecisionConfig(Section):
@@ -354,7 +399,7 @@ class CheckpointConfig(Section):
     buffer_gib: GiB = Field(
         default="auto",
         description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
-        "less on a slow disk; auto: two layers",
+        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least",
     )
     on_error: Literal["warn", "stop"] = Field(
         default="stop",
@@ -385,9 +430,10 @@ class RunSection(Section):
         "with the data behind it",
     )
     max_rollbacks: PositiveInt = Field(default=3, description="most rollbacks of a run; then it ends as with stop")
-    allow_changes: StrictBool = Field(
-        default=False,
-        description="go on although data, tokens per step or past learning rates differ from the checkpoint's",
+    allow_changes: tuple[ChangeName, ...] = Field(
+        default=(),
+        description="list of what may differ from the checkpoint's run when a run goes on: data, batch (tokens per step), "
+        "seed, schedule (learning rates of steps already taken), optim, precision",
     )
 
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.settings import SourceLike
 from megatrain.data.sources import Record, find_files, is_text, read_records, split_text, unit_of
 from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 
 BATCH_CHARS = 1 << 20
 """Text tokenised at once: enough for the tokenizer's threads, little enough to hold."""
@@ -63,9 +63,7 @@ class Builder:
         Raises:
             UserError: Files are missing, unreadable, empty or of no known format, or too many samples are rejected.
         """
-        files = find_files(source.path, f"{where}.path", subset=source.subset, split=source.split)
-        folder = self.cache_dir / self._key(source, files)
-        store = TokenStore.open(folder)
+        files, folder, store = self._find(source, where)
         cached = store is not None
         if store is None:
             store = self._build(source, files, folder, where)
@@ -76,11 +74,27 @@ class Builder:
             raise _nothing(source.path, rejects)
         return store
 
+    def look(self, source: SourceLike, where: str) -> None:
+        """Find the format of a source's files from their first records, unless the source is in the cache.
+
+        Raises:
+            UserError: As `open`, for what the first records tell.
+        """
+        files, _, store = self._find(source, where)
+        if store is None:
+            _SourceBuild(self, source, files, where).look()
+
+    def _find(self, source: SourceLike, where: str) -> tuple[list[Path], Path, TokenStore | None]:
+        """The files of a source, the folder of its store, and the store if it is there."""
+        files = find_files(source.path, f"{where}.path", subset=source.subset, split=source.split)
+        folder = self.cache_dir / self._key(source, files)
+        return files, folder, TokenStore.open(folder)
+
     def _report(self, source: SourceLike, store: TokenStore, cached: bool) -> None:
         meta = store.meta
         self.log(
-            f"{source.path}: {'; '.join(meta['readings'])}: {meta['rejects']['seen']:,} samples, "
-            f"{meta['tokens']:,} tokens, {meta['targets']:,} trained{' (from the cache)' if cached else ''}"
+            f"{source.path}: {'; '.join(meta['readings'])}: {counted(meta['rejects']['seen'], 'sample')}, "
+            f"{counted(meta['tokens'], 'token')}, {meta['targets']:,} trained{' (from the cache)' if cached else ''}"
         )
         for line in (*meta["notes"], *Rejects.from_json(meta["rejects"]).report()):
             self.log(f"{source.path}: {line}")
@@ -150,12 +164,17 @@ class _SourceBuild:
             writer.abandon()
             raise
 
+    def look(self) -> None:
+        """Read as far as the format of each file needs it."""
+        _, samples = self._samples()
+        samples.close()
+
     def _notes(self) -> list[str]:
         return self._renderer.take_notes() + self._encoder.take_notes()
 
     # ---- records
 
-    def _samples(self) -> tuple[Kind, Iterator[tuple[int, Record, Sample]]]:
+    def _samples(self) -> tuple[Kind, Generator[tuple[int, Record, Sample]]]:
         """The kind of the source, and its samples with file number and record. Rejects are counted on the way."""
         opened: list[_OpenFile] = []
         for number, file in enumerate(self._files):
@@ -193,7 +212,7 @@ class _SourceBuild:
             self._readings.append(reading.describe())
         return reading
 
-    def _read(self, opened: list[_OpenFile]) -> Iterator[tuple[int, Record, Sample]]:
+    def _read(self, opened: list[_OpenFile]) -> Generator[tuple[int, Record, Sample]]:
         for one in opened:
             inside = False  # of a text that comes in pieces; only a whole text can be an empty sample
             for record in one.records or read_records(one.file, lines=self._source.format == "lines"):
@@ -354,7 +373,7 @@ def _hash_of(content: bytes) -> int:
 
 def _nothing(path: str, rejects: Rejects) -> UserError:
     reasons = "".join(f"\n    {line}" for line in rejects.report())
-    what = f"none of {rejects.seen} samples can be used:{reasons}" if rejects.seen else "there are no samples in it"
+    what = f"none of {rejects.seen:,} samples can be used:{reasons}" if rejects.seen else "there are no samples in it"
     return UserError(what, where=path, remedy="check that this is the right file, and its format")
 
 

@@ -132,7 +132,8 @@ def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Map
         missing = [] if _turns_column(column_of) else ["messages"]
     if name is None or chosen is None or missing:
         wanted = f"format {name} needs {' and '.join(missing)}" if name else "they fit no format"
-        raise UserError(f"the columns are {', '.join(present) or '(none)'}: {wanted}", where, _columns_remedy(present))
+        listed = ", ".join(present[:12]) + (f" and {len(present) - 12} more" if len(present) > 12 else "")
+        raise UserError(f"the columns are {listed or '(none)'}: {wanted}", where, _columns_remedy(present))
     used = {own: column_of[own] for own in (*chosen.required, *chosen.optional) if own in column_of}
     if name in ("messages", "sharegpt"):
         # The list of turns goes by several names; both formats call it messages.

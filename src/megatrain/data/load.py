@@ -17,7 +17,7 @@ from megatrain.data.render import ChatRenderer
 from megatrain.data.rows import PackedRows, RowGroup
 from megatrain.data.settings import DataLike, SourceLike
 from megatrain.data.store import TokenStore
-from megatrain.errors import UserError
+from megatrain.errors import Problems, UserError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +98,13 @@ def open_data(
     Raises:
         UserError: As `load_data`.
     """
-    if model_max_length is not None and data.max_tokens > model_max_length:
-        raise UserError(
-            f"rows of {data.max_tokens} tokens are longer than the {model_max_length} positions of the model",
-            where="data.max_tokens",
-            remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
-        )
+    check_row_length(data.max_tokens, model_max_length)
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "megatrain" / "tokens"
     encoder = Encoder(tokenizer)
     renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
     builder = Builder(encoder, renderer, cache, data.allow_rejects, log)
 
+    _look_at_all(builder, data)
     train = _open(builder, data.train, "data.train", vocab_size)
     fraction = data.val.fraction if data.val is not None else None
     if data.val is None:
@@ -121,7 +117,7 @@ def open_data(
             if not sum(len(part.chosen) for part in parts):
                 samples = sum(len(store) for _, store in train)
                 raise UserError(
-                    f"a fraction of {fraction} of {samples} samples leaves none for {name}",
+                    f"a fraction of {fraction} of {counted(samples, 'sample')} leaves none for {name}",
                     where="data.val.fraction",
                     remedy="choose another fraction, or give sources of their own (data.val.sources); a .txt file is one "
                     "sample, or with format: lines one for each line",
@@ -134,6 +130,20 @@ def open_data(
     return OpenedData(tuple(train_parts), tuple(val_parts), encoder.pad)
 
 
+def check_row_length(max_tokens: int, model_max_length: int | None) -> None:
+    """Raise if rows are longer than the model's positions (None: it has no limit).
+
+    Raises:
+        UserError: Names both lengths.
+    """
+    if model_max_length is not None and max_tokens > model_max_length:
+        raise UserError(
+            f"rows of {max_tokens} tokens are longer than the {model_max_length} positions of the model",
+            where="data.max_tokens",
+            remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
+        )
+
+
 def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[PackedRows, PackedRows | None]:
     """The second half of `load_data`: rows of `data.max_tokens`.
 
@@ -142,6 +152,22 @@ def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[
     """
     train = _rows(data, opened.pad_id, opened.train, "train", seed, log)
     return train, _rows(data, opened.pad_id, opened.val, "val", seed, log) if opened.val else None
+
+
+def _look_at_all(builder: Builder, data: DataLike) -> None:
+    """Find what is wrong with any source before the first of several is tokenised, which may take long.
+
+    Raises:
+        UserError: All of it at once.
+    """
+    val = data.val.sources or () if data.val is not None else ()
+    named = [(source, f"data.train[{i}]") for i, source in enumerate(data.train)]
+    named += [(source, f"data.val.sources[{i}]") for i, source in enumerate(val)]
+    problems = Problems()
+    for source, where in named if len(named) > 1 else ():
+        with problems.collect():
+            builder.look(source, where)
+    problems.raise_all()
 
 
 def _open(
@@ -185,9 +211,16 @@ def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: i
             remedy="raise data.max_tokens, or use overflow: split",
         )
     stats = rows.stats
+    if stats.targets == 0:
+        raise UserError(
+            f"no token of {name} would be trained: its {counted(stats.samples, 'sample')} have {counted(stats.tokens, 'token')}, "
+            "and the first token of a document never is a target",
+            where="data.train" if name == "train" else "data.val",
+            remedy="check that this is the right file and its format; a document needs two tokens or more",
+        )
     filled = f" of {data.max_tokens} tokens, {stats.efficiency:.1%} filled" if data.packing else ", one sample each"
     log(
-        f"{name}: {stats.samples:,} samples in {stats.rows:,} rows{filled}; {stats.tokens:,} tokens, "
+        f"{name}: {counted(stats.samples, 'sample')} in {counted(stats.rows, 'row')}{filled}; {counted(stats.tokens, 'token')}, "
         f"{stats.targets:,} trained; longest {stats.longest:,}"
     )
     return rows
@@ -208,7 +241,8 @@ def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segmen
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
         log(
-            f"{part.source.path}: {pieces.too_long:,} samples longer than {data.max_tokens} tokens: {data.overflow}{lost}"
+            f"{part.source.path}: {counted(pieces.too_long, 'sample')} longer than {data.max_tokens} tokens: "
+            f"{data.overflow}{lost}"
         )
     return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
 
@@ -222,7 +256,7 @@ def _refuse_overflow(parts: Sequence[Part], max_tokens: int) -> None:
             continue
         at = int(np.argmax(lengths))
         longest = max(longest, (int(lengths[at]), part.store.place(int(part.chosen[at]))))
-        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} samples are longer than {max_tokens} tokens")
+        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} samples longer than {max_tokens} tokens")
     if lines:
         raise UserError(
             "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",

@@ -75,7 +75,7 @@ class Rejects:
         # Rounded up, so that the value named is enough.
         enough = min(1.0, -(-self.total * 1000 // self.seen) / 1000)
         raise UserError(
-            f"{self.total} of {self.seen} samples cannot be used ({self.share:.1%}; {allowed:.1%} may be):\n    "
+            f"{self.total:,} of {self.seen:,} samples cannot be used ({self.share:.1%}; {allowed:.1%} may be):\n    "
             + "\n    ".join(self.report()),
             where=where,
             remedy="check that this is the right file, and its format"

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatrain.data.formats import ChatSample
 from megatrain.data.rejects import SampleRejected
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -61,12 +61,7 @@ class ChatRenderer:
         self.train_on = train_on
         self._template: str | None = None
         if template_file is not None:
-            file = Path(template_file).expanduser()
-            if not file.is_file():
-                raise UserError(
-                    f"{template_file} does not exist", "data.chat_template", "give a file with a jinja template"
-                )
-            self._template = file.read_text(encoding="utf-8")
+            self._template = read_template(template_file)
             self.name = f"the chat template {template_file}"
         else:
             self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
@@ -76,7 +71,7 @@ class ChatRenderer:
     def take_notes(self) -> list[str]:
         """What was noticed since the last call, for people."""
         happened, self._happened = self._happened, Counter()
-        return [f"{self.name} {what} ({count:,} times)" for what, count in sorted(happened.items())]
+        return [f"{self.name} {what} ({counted(count, 'time')})" for what, count in sorted(happened.items())]
 
     @property
     def source(self) -> str:
@@ -263,6 +258,26 @@ class ChatRenderer:
                 **self._tokenizer.special_tokens_map,
             )
         return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
+
+
+def read_template(path: str) -> str:
+    """The text of a template file.
+
+    Raises:
+        UserError: It is no file that can be read.
+    """
+    file = Path(path).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        what = "does not exist"
+    except IsADirectoryError:
+        what = "is a folder"
+    except UnicodeDecodeError:
+        what = "is not UTF-8 text"
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    raise UserError(f"{path} {what}", "data.chat_template", "give a file with a jinja template")
 
 
 class _Refusals:

@@ -102,10 +102,14 @@ class RowGroup:
             longest=int(segments.lengths.max(initial=0)),
         )
 
+    def document_lengths(self, row: int) -> np.ndarray:
+        """(D,) int64: tokens of each document of a row; padding is none."""
+        first, last = self.segments.rows[row], self.segments.rows[row + 1]
+        return self.segments.lengths[first:last]
+
     def row_length(self, row: int) -> int:
         """Tokens of a row, without padding."""
-        first, last = self.segments.rows[row], self.segments.rows[row + 1]
-        return int(self.segments.lengths[first:last].sum())
+        return int(self.document_lengths(row).sum())
 
     def write_row(self, row: int, out: dict[str, np.ndarray]) -> None:
         """Write a row into (T,) arrays that hold padding already. See [Note: what a packed row holds]."""
@@ -166,6 +170,11 @@ class PackedRows:
     def places(self, row: int) -> list[str]:
         group, own = self.locate(row)
         return group.places(own)
+
+    def document_lengths(self, rows: Sequence[int]) -> np.ndarray:
+        """(D,) int64: tokens of each document of some rows; padding is none."""
+        located = [self.locate(row) for row in rows]
+        return np.concatenate([np.zeros(0, np.int64), *(group.document_lengths(own) for group, own in located)])
 
     def arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
         """A batch of rows as int64 (B, T) arrays.

@@ -32,7 +32,7 @@ from megatrain.device.streams import Streams
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import batches, randomness
 from megatrain.executor.assembly import build_model, make_copier, make_slabs, make_weight_stream, pin_planes
-from megatrain.executor.gate import verify_family, verify_packing
+from megatrain.executor.gate import token_wise, verify_family, verify_packing
 from megatrain.executor.gradients import GradientFlow, Route
 from megatrain.executor.instruments import Instruments
 from megatrain.executor.ladder import Denser, Failure, Situation
@@ -89,6 +89,10 @@ class HostEngine:
         kept: Layers (by index) whose activations are kept for the backward instead of computed again, or `all`.
         selective: Layers whose activations are kept in part: a compiled layer keeps the share `budget` (0..1), and the compiler
             decides what is cheap to compute again. With 0.5 all matrix products and the attention are kept.
+        keep_attention: Layers that keep what their fused attention gave, and compute all else again, or `all`.
+        keep_mlp: Layers that keep the products of their MLP's matrices, and compute all else again, or `all`.
+        mlp_chunk_tokens: Compute MLPs (and the norm behind the layers) in chunks of so many tokens, where they compute each
+            token by itself; see [Note: chunks of tokens]. Layers in `kept`, `selective` and `keep_mlp` compute theirs whole.
         offloaded: Recomputed layers whose input waits in pinned host memory, or `all`.
         compile: `auto` compiles the layers on a GPU (a family that cannot be compiled runs eager, with a warning), `off` never,
             `on` everywhere.
@@ -129,6 +133,9 @@ class HostEngine:
         kept: Collection[int] | Literal["all"] = (),
         selective: Collection[int] | Literal["all"] = (),
         budget: float = 0.5,
+        keep_attention: Collection[int] | Literal["all"] = (),
+        keep_mlp: Collection[int] | Literal["all"] = (),
+        mlp_chunk_tokens: int | None = None,
         offloaded: Collection[int] | Literal["all"] = (),
         compile: Literal["auto", "on", "off"] = "auto",
         weight_slots: int = 2,
@@ -183,6 +190,7 @@ class HostEngine:
                 "segment": (segment, 1),
                 "chunk_rows": (chunk_rows, 1),
                 "head_chunk_tokens": (head_chunk_tokens, 1),
+                "mlp_chunk_tokens": (mlp_chunk_tokens, 1),
             },
             threads,
         )
@@ -203,7 +211,7 @@ class HostEngine:
 
         split = self._compute == torch.bfloat16
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
-        self._placement = Placement.of(self.structure, resident, kept, selective, offloaded)
+        self._placement = Placement.of(self.structure, resident, kept, selective, offloaded, keep_attention, keep_mlp)
         check_placement(self.structure, self._placement, self._segment, self._compute, gradient_plane)
         refuse_if_too_large(self.structure, self._placement.resident, split, grad_dtype, host_gib)
         self.store = HostStore(
@@ -226,7 +234,15 @@ class HostEngine:
         self._make_flows()
         self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
-        self._make_runner(frozenset(fp32_parameter_names(meta, self._compute)), device_buffers, budget)
+        # What is token-wise also tells which matrices are the MLP's.
+        self._places = (
+            token_wise(self.config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+            if mlp_chunk_tokens is not None or self._placement.mlp
+            else {}
+        )
+        self._make_runner(
+            frozenset(fp32_parameter_names(meta, self._compute)), device_buffers, budget, mlp_chunk_tokens
+        )
         self._desk = CheckpointDesk(
             self.structure,
             self.store,
@@ -512,7 +528,8 @@ class HostEngine:
                 [Note: a unit while a save runs] in checkpoint/background.py. A second save waits for the first.
             weights_only: bf16 weights without training state, 2 bytes a parameter.
             on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
-            buffer_bytes: Most memory for copies of units whose update comes before their turn; by default two large units.
+            buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
+                need, within half of the host memory that is free at this moment, and never less than two large units.
             then: Called, in the writer's thread, when the checkpoint is whole and was read back.
 
         Returns:
@@ -538,6 +555,7 @@ class HostEngine:
             Path(directory),
             state,
             self._optimizer.pending(),
+            wait=wait,
             weights_only=weights_only,
             on_error=on_error,
             buffer_bytes=buffer_bytes,
@@ -719,7 +737,13 @@ class HostEngine:
         for slab in self._all_slabs():
             slab.close()
 
-    def _make_runner(self, fp32_names: frozenset[str], device_buffers: dict[str, torch.Tensor], budget: float) -> None:
+    def _make_runner(
+        self,
+        fp32_names: frozenset[str],
+        device_buffers: dict[str, torch.Tensor],
+        budget: float,
+        mlp_chunk_tokens: int | None,
+    ) -> None:
         """HF's code around the layers, and the loop that drives it; each calls the other."""
         shell = Shell(
             self.structure,
@@ -728,7 +752,9 @@ class HostEngine:
             fp32_names,
             self._compiled,
             budget,
-            packed_flex=self._compiled and self._streams.cuda,
+            flex=self._compiled and self._streams.cuda,
+            chunk_tokens=mlp_chunk_tokens,
+            token_wise=self._places,
         )
         self._runner = self._new_runner(shell)
 
@@ -742,7 +768,9 @@ class HostEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        checked, tokens = batches.checked(batch, self.config.get_text_config().vocab_size)
+        checked, tokens = batches.checked(
+            batch, self.config.get_text_config().vocab_size, batches.most_positions(self.config)
+        )
         if self._packing_asks is not None and batches.is_packed(checked):
             attention, trust_remote_code = self._packing_asks
             verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
@@ -759,6 +787,8 @@ class HostEngine:
             segment=self._segment,
             kept=self._placement.kept,
             selective=self._placement.selective,
+            attention=self._placement.attention,
+            mlp=self._placement.mlp,
         )
         return self._denser.applied_to(planned)
 

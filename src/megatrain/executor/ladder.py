@@ -85,7 +85,7 @@ class Denser:
     def applied_to(self, shape: StepShape) -> StepShape:
         """The planned cut of a step, made denser."""
         if self.recompute:
-            shape = replace(shape, kept=frozenset(), selective=frozenset())
+            shape = replace(shape, kept=frozenset(), selective=frozenset(), attention=frozenset(), mlp=frozenset())
         if self.chunk_rows is not None:
             shape = replace(shape, chunk_rows=min(shape.chunk_rows, self.chunk_rows))
         if self.head_tokens is not None:
@@ -100,7 +100,7 @@ class Denser:
             now: Everything else.
         """
         rows = -(-now.rows // shape.windows) if now.training else now.rows
-        if now.training and (shape.kept or shape.selective):
+        if now.training and shape.variants():
             return replace(self, recompute=True)
         if min(shape.chunk_rows, rows) > 1:
             return replace(self, chunk_rows=min(shape.chunk_rows, rows) // 2)

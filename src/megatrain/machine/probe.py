@@ -23,7 +23,7 @@ from megatrain.errors import UserError
 from megatrain.host.arena import Arena, PinRefused
 from megatrain.host.available import available_host_bytes
 from megatrain.machine import system
-from megatrain.machine.machine import Machine, machine_from
+from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
 from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater
 
@@ -189,10 +189,9 @@ def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -
 
     free, total = torch.cuda.mem_get_info(gpu)
     copies, streaming, limit = _copies(gpu, threads, elements, nbytes)
-    heads, dim, tokens = 32, 128, 1024
-    attention = measured_backends(heads, 8, dim, tokens, torch.bfloat16, gpu)
-    # of one causal forward and backward: 3.5 forwards of 4 T^2 d / 2 per head
-    flops = 3.5 * (16384 // tokens) * heads * 4 * tokens**2 * dim / 2
+    heads, dim = 32, 128
+    attention = measured_backends(heads, 8, dim, SHORT_ROW, torch.bfloat16, gpu)
+    long_attention = measured_backends(heads, 8, dim, LONG_ROW, torch.bfloat16, gpu)
     bus = bus_id(gpu)
     facts: dict[str, object] = {
         "device_gib": round(min(free + torch.cuda.memory_reserved(gpu), total) / GIB, 2),
@@ -207,8 +206,13 @@ def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -
         "link": str(system.device_link(bus) or ""),
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
     }
-    if attention:
-        facts["attention_tflops"] = round(flops / attention[0][1] / 1e9, 1)
+    # of one causal forward and backward: 3.5 forwards of 4 T^2 d / 2 per head
+    for name, found, tokens, rows in (
+        ("attention_tflops", attention, SHORT_ROW, 16384 // SHORT_ROW),
+        ("attention_long_tflops", long_attention, LONG_ROW, 1),
+    ):
+        if found:
+            facts[name] = round(3.5 * rows * heads * 4 * tokens**2 * dim / 2 / found[0][1] / 1e9, 1)
     torch.cuda.empty_cache()
     return facts
 
@@ -330,6 +334,26 @@ def device_seconds(run: Callable[[], object], device: torch.device, repeat: int 
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def sustained_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Mean seconds of a call that is made `times` times back to back, after two that do not count: at the clock that the
+    device can hold, where `device_seconds` sees the one of a short burst."""
+
+    def all_of_them() -> None:
+        for _ in range(times):
+            run()
+
+    run()
+    run()
+    if device.type != "cuda":
+        return seconds_of(all_of_them, 1) / times
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    all_of_them()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
 
 
 # ---------------------------------------------------------------------------------------------------------------------

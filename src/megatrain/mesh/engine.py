@@ -463,7 +463,9 @@ class MeshEngine:
 
     def _checked(self, batch: Batch) -> tuple[Batch, int]:
         self._refuse_closed()
-        checked, tokens = host_batches.checked(batch, self.config.get_text_config().vocab_size)
+        checked, tokens = host_batches.checked(
+            batch, self.config.get_text_config().vocab_size, host_batches.most_positions(self.config)
+        )
         return without_mask(checked), tokens
 
     def _exact(self) -> contextlib.AbstractContextManager[Any]:

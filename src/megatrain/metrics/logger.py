@@ -23,6 +23,7 @@ from typing import IO
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from megatrain.errors import counted
 from megatrain.metrics.record import StepRecord
 
 LINE_EVERY_S = 10.0
@@ -136,7 +137,7 @@ class RunLogger:
 
     def validation(self, record: StepRecord) -> None:
         assert record.val_loss is not None, f"the record of step {record.step} has no validation loss"
-        tokens = f"{record.val_tokens:,} tokens, {record.val_s:.1f} s"
+        tokens = f"{counted(record.val_tokens or 0, 'token')}, {record.val_s:.1f} s"
         self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
 
     def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
@@ -170,7 +171,10 @@ class _Handler(logging.Handler):
 
 
 def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
-    """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s (8.1k trained)  3.12 s (data 0.01)  ETA 0:14:58`"""
+    """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s (8.1k trained)  3.12 s (data 0.01)  ETA 0:14:58`
+
+    Where the MFU is known, it stands behind the tokens.
+    """
     width = len(str(total_steps))
     split_s = {**record.split_s, "data": record.data_wait_s}
     split = ", ".join(f"{name} {part_s:.2f}" for name, part_s in split_s.items() if part_s >= 0.005)
@@ -180,6 +184,7 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
         f"norm {_number(record.grad_norm, '.3g')}",
         f"lr {record.learning_rate:.2e}",
         f"{_thousands(record.processed_tokens_per_s)} tok/s ({_thousands(record.trained_tokens_per_s)} trained)",
+        *([f"MFU {record.mfu:.1%}"] if record.mfu is not None else []),
         f"{record.step_s:.2f} s ({split})" if split else f"{record.step_s:.2f} s",
         f"ETA {timedelta(seconds=round(left_s))}",
     ]

@@ -36,6 +36,7 @@ class StepRecord:
     split_s: dict[str, float] = field(default_factory=dict)  # the engine's own parts of step_s, by name
     processed_tokens_per_s: float
     trained_tokens_per_s: float
+    mfu: float | None = None  # model FLOPs / (step_s x measured matrix peak), see mfu.py; None: no peak is known
     skipped: str | None = None  # why the step changed nothing; None: it was taken
     skipped_steps: int = 0  # skipped steps of the run so far
     val_loss: float | None = None  # mean cross entropy over the whole validation set [nats], after the step

@@ -77,6 +77,11 @@ class Conversion:
         self.unit_of = unit_of_names(structure)
         self._slots = {name: self._slot(name) for name in self.unit_of}
 
+    @property
+    def compares_on_meta(self) -> bool:
+        """Whether `to_model` takes meta tensors: one family's rules insist on the CPU."""
+        return not any(getattr(entry, "force_cpu", False) for entry in self.mapping)
+
     def plan(self, keys: Iterable[str]) -> KeyPlan:
         """Sort checkpoint keys by the unit that their tensors end up in."""
         state = self.model.state_dict()
@@ -100,13 +105,17 @@ class Conversion:
         """Module tensors from checkpoint tensors, by full name, in the checkpoint's own dtypes.
 
         Args:
-            tensors: Checkpoint tensors that belong together, those of one unit in `plan`.
+            tensors: Checkpoint tensors that belong together, those of one unit in `plan`; on the CPU, or all on meta, which
+                compares shapes and computes nothing.
 
         Raises:
             UserError: A tensor has another shape than the model's, or the family's conversion fails on it.
         """
         # The rule "*: None" overrides the dtype of the meta parameters: nothing is cast, so nothing is rounded.
-        config = LoadStateDictConfig(weight_mapping=self.mapping, dtype_plan={"*": None})
+        on_meta = any(tensor.is_meta for tensor in tensors.values())
+        config = LoadStateDictConfig(
+            weight_mapping=self.mapping, dtype_plan={"*": None}, device_map={"": "meta" if on_meta else "cpu"}
+        )
         try:
             with _no_progress_bar():
                 info, _ = convert_and_load_state_dict_in_model(
@@ -174,7 +183,7 @@ def _check_signatures() -> None:
         get_model_conversion_mapping: {"model"},
         rename_source_key: {"base_model_prefix", "meta_state_dict"},
         convert_and_load_state_dict_in_model: {"model", "state_dict", "load_config"},
-        LoadStateDictConfig: {"weight_mapping", "dtype_plan"},
+        LoadStateDictConfig: {"weight_mapping", "dtype_plan", "device_map"},
     }
     for function, names in needed.items():
         missing = names - inspect.signature(function).parameters.keys()

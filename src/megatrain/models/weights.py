@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from megatrain.errors import UserError
+from megatrain.errors import UserError, counted
 from megatrain.host import planes as plane_math
 from megatrain.host.store import HostStore, UnitPlanes
 from megatrain.models.build import fp32_parameter_names, restore_buffers
@@ -30,6 +30,14 @@ logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE_DTYPES = (torch.int64, torch.bool)
+"""Of buffers: tables that no quantization format uses for weights."""
+HEADER_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "BOOL": torch.bool, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""What safetensors calls torch's types."""
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
@@ -53,7 +61,7 @@ def load_weights(
     conversion = Conversion(structure)
     plan = conversion.plan(files)
     if plan.unexpected:
-        logger.warning("%s: %d tensors are not used: %s", folder, len(plan.unexpected), _some(plan.unexpected))
+        logger.warning("%s: %s not used: %s", folder, counted(len(plan.unexpected), "tensor"), _some(plan.unexpected))
     missing: list[str] = []
     filled: set[str] = set()
     for unit in structure.units:
@@ -70,11 +78,7 @@ def load_weights(
                 buffers[name].copy_(found[name])
                 filled.add(name)
     if missing:
-        raise UserError(
-            f"{len(missing)} tensors are missing: {_some(missing)}",
-            str(folder),
-            "the download may be incomplete, or the folder holds the base model without its head",
-        )
+        raise _missing(missing, folder)
     absent = (buffers.keys() & conversion.unit_of.keys()) - filled
     if absent:
         logger.warning("%s: buffers not in the files keep their initial values: %s", folder, _some(sorted(absent)))
@@ -112,6 +116,38 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
                 )
             files[key] = file
     return files
+
+
+def check_weights(folder: str | Path, structure: Structure) -> None:
+    """What `load_weights` would refuse, as far as the files' headers tell: missing tensors, shapes and types. Reads no values.
+
+    Raises:
+        UserError: As `load_weights`, for values excepted.
+    """
+    folder = Path(folder)
+    files = find_weight_files(folder)
+    conversion = Conversion(structure)
+    if not conversion.compares_on_meta:
+        return  # shapes are compared when the values are read
+    plan = conversion.plan(files)
+    missing: list[str] = []
+    with ExitStack() as stack:
+        handles = {file: _open(stack, file) for file in sorted(set(files.values()))}
+        for unit in structure.units:
+            tensors: dict[str, torch.Tensor] = {}
+            for key in plan.units.get(unit.name, []):
+                described = handles[files[key]].get_slice(key)
+                kind = described.get_dtype()
+                _refuse_dtype(key, HEADER_DTYPES.get(kind), files[key], str(HEADER_DTYPES.get(kind, kind)))
+                tensors[key] = torch.empty(described.get_shape(), dtype=HEADER_DTYPES[kind], device="meta")
+            try:
+                found = conversion.to_model(tensors)
+            except UserError as error:
+                raise UserError(error.what, str(folder), error.remedy) from error
+            owned = {structure.tied.get(name, name) for name in found}
+            missing += [full for _, full in unit.full_names() if full not in owned]
+    if missing:
+        raise _missing(missing, folder)
 
 
 def hf_tensors(
@@ -231,18 +267,37 @@ def _map_tensors(stack: ExitStack, keys: list[str], files: Mapping[str, Path]) -
             tensor = tensors[key] = handles[files[key]].get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise UserError(f"tensor {key} cannot be read: {error}", str(files[key])) from error
-        if tensor.dtype not in SOURCE_DTYPES and not _is_integer_buffer(tensor):
-            raise UserError(
-                f"tensor {key} has type {tensor.dtype}; weights must be fp32, bf16 or fp16",
-                str(files[key]),
-                "dequantize the model and save it again",
-            )
+        _refuse_dtype(key, tensor.dtype, files[key], str(tensor.dtype))
     return tensors
 
 
-def _is_integer_buffer(tensor: torch.Tensor) -> bool:
-    """int64 and bool tensors are tables that no quantization format uses for weights."""
-    return tensor.dtype in (torch.int64, torch.bool)
+def _refuse_dtype(key: str, dtype: torch.dtype | None, file: Path, called: str) -> None:
+    """Raise for weights that are not fp32, bf16 or fp16.
+
+    Args:
+        dtype: The tensor's type; None: one that torch does not have.
+        called: What the error calls it.
+
+    Raises:
+        UserError: Names the tensor and the file.
+    """
+    if dtype in SOURCE_DTYPES or dtype in TABLE_DTYPES:
+        return
+    if dtype == torch.float64:
+        remedy = (
+            "save it in fp32: AutoModelForCausalLM.from_pretrained(folder, dtype='float32').save_pretrained(new_folder)"
+        )
+    else:
+        remedy = "dequantize the model and save it again"
+    raise UserError(f"tensor {key} has type {called}; weights must be fp32, bf16 or fp16", str(file), remedy)
+
+
+def _missing(names: list[str], folder: Path) -> UserError:
+    return UserError(
+        f"{counted(len(names), 'tensor')} missing: {_some(names)}",
+        str(folder),
+        "the download may be incomplete, or the folder holds the base model without its head",
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -97,6 +97,7 @@ class Plan:
             "windows": self.choice.windows,
             "chunk_rows": self.choice.chunk_rows,
             "head_chunk_tokens": self.choice.head_chunk_tokens,
+            "mlp_chunk_tokens": self.choice.mlp_chunk_tokens,
             "gradient_slabs": self.options.gradient_slabs,
             "weight_slots": self.options.weight_slots,
             "host_bytes": {**self.host, "total": self.host_bytes, "allowed": self.caps.host_bytes},
@@ -193,6 +194,9 @@ def engine_options(plan: Plan) -> dict[str, Any]:
         "resident": tuple(name for name, place in plan.placement.items() if place == "device"),
         "kept": plan.layers_with("keep"),
         "selective": plan.layers_with("selective"),
+        "keep_attention": plan.layers_with("attention"),
+        "keep_mlp": plan.layers_with("mlp"),
+        "mlp_chunk_tokens": choice.mlp_chunk_tokens,
         "budget": SELECTIVE_BUDGET,
         "offloaded": tuple(range(choice.offloaded)),
         "compile": "auto" if options.compiled else "off",
@@ -205,7 +209,10 @@ def engine_options(plan: Plan) -> dict[str, Any]:
         "segment": None if options.segment == 1 else options.segment,
         "threads": plan.threads,
     }
-    unused = {"selective": (), "offloaded": (), "segment": None}
+    unused = {
+        "selective": (), "offloaded": (), "segment": None,
+        "keep_attention": (), "keep_mlp": (), "mlp_chunk_tokens": None,
+    }  # fmt: skip
     return {name: value for name, value in arguments.items() if name not in unused or value != unused[name]}
 
 

@@ -72,9 +72,13 @@ def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[s
     if run.run.device != "cpu" and torch.cuda.is_available():
         return engine_options(plan_run(run, total_steps=total_steps))
     activations = run.activations
+    policy = activations.layer_policy if activations.segment is None else "recompute"
     return {
-        "kept": "all" if activations.policy == "keep" and activations.segment is None else (),
-        "selective": "all" if activations.policy == "selective" and activations.segment is None else (),
+        "kept": "all" if policy == "keep" else (),
+        "selective": "all" if policy == "selective" else (),
+        "keep_attention": "all" if policy == "attention" else (),
+        "keep_mlp": "all" if policy == "mlp" else (),
+        "mlp_chunk_tokens": activations.mlp_chunk_tokens,
         "offloaded": "all" if activations.offload == "on" else (),
         "compile": activations.compile,
         "weight_slots": run.memory.weight_slots,
@@ -94,18 +98,16 @@ def options_of(run: RunConfig) -> Options:
     fp32_gradients = run.precision.grad_transport == "fp32" or (
         run.precision.grad_transport == "auto" and compute == "fp32"
     )
-    policy = run.activations.policy
-    if run.activations.segment is not None and policy == "auto":
-        policy = "recompute"
     return Options(
         compute=compute,
         transport_bytes=4 if fp32_gradients else 2,
         gradient_plane=run.memory.gradient_plane,
         compiled=run.activations.compile == "auto",
-        policy=policy,
+        policy=run.activations.layer_policy,
         windows=run.batch.windows if run.batch.windows > 1 else None,
         chunk_rows=run.batch.chunk_rows,
         head_chunk_tokens=run.batch.head_chunk_tokens,
+        mlp_chunk_tokens=run.activations.mlp_chunk_tokens,
         segment=run.activations.segment or 1,
         weight_slots=run.memory.weight_slots,
         gradient_slabs=run.memory.gradient_slabs,

@@ -1,0 +1,147 @@
+"""The model card of an export: what the Hugging Face hub reads, and what a person should know of how the model was made.
+
+A checkpoint knows the settings of its run. The run's folder, where the checkpoint still lies in one, knows more: the whole
+config, the losses, and their picture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatrain import __version__
+from megatrain.config.load import dump_config, load_config
+from megatrain.config.schema import RunConfig
+from megatrain.errors import UserError
+from megatrain.metrics.record import StepRecord, read_records
+
+CARD = "README.md"
+SOURCE_CARD = "README.source.md"
+CURVE = "loss.png"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the folder of a run says of it up to a checkpoint.
+
+    Attributes:
+        name: The folder's.
+        config: The config; None: it cannot be read.
+        records: Of the steps up to the checkpoint.
+        curve: The picture, if there is one.
+    """
+
+    name: str
+    config: RunConfig | None
+    records: list[StepRecord]
+    curve: Path | None
+
+
+def run_of(checkpoint: Path, step: int) -> RunFiles | None:
+    """The run that a checkpoint lies in; None if it lies elsewhere."""
+    folder = checkpoint.resolve().parent.parent
+    if checkpoint.resolve().parent.name != "checkpoints" or not (folder / "config.yaml").is_file():
+        return None
+    try:
+        config = load_config(folder / "config.yaml")
+    except UserError:  # of another version; a card can do without
+        config = None
+    try:
+        records = [record for record in read_records(folder / "metrics.jsonl") if record.step <= step]
+    except UserError:  # damaged; the weights are what matters here
+        records = []
+    return RunFiles(folder.name, config, records, folder / CURVE if (folder / CURVE).is_file() else None)
+
+
+def card_text(
+    checkpoint: Path, extra: Mapping[str, Any], step: int, model: Mapping[str, Any], dtype: torch.dtype
+) -> str:
+    """The card.
+
+    Args:
+        checkpoint: Its folder.
+        extra: What it remembers of its run; see [Note: what a checkpoint remembers of its run] in resume.py.
+        step: Optimizer steps taken.
+        model: Its config.json.
+        dtype: Type of the exported weights.
+    """
+    run = run_of(checkpoint, step)
+    parts = [
+        _front_matter(checkpoint, model),
+        f"# {run.name if run is not None else checkpoint.resolve().name}",
+        f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{checkpoint.name}`.",
+    ]
+    if (checkpoint / CARD).is_file():
+        parts.append(f"The card of the model that training began with is in `{SOURCE_CARD}`.")
+    parts.append(_table(_facts(extra, step, model, dtype, run)))
+    if run is not None and run.curve is not None:
+        parts.append(f"![Loss, learning rate, gradient norm and speed over the steps]({CURVE})")
+    if run is not None and run.config is not None:
+        parts += ["## Data", _data(run.config), "## Config", f"```yaml\n{dump_config(run.config)}```"]
+    parts += [
+        "## Use",
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("this folder", dtype="auto")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("this folder")\n```',
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(checkpoint: Path, model: Mapping[str, Any]) -> str:
+    base = str(model.get("_name_or_path") or "")
+    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if (checkpoint / CARD).is_file():
+        found = re.search(r"^license:.*$", (checkpoint / CARD).read_text(encoding="utf-8"), re.MULTILINE)
+        lines += [found[0]] if found else []
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base):
+        lines.append(f"base_model: {base}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _facts(
+    extra: Mapping[str, Any], step: int, model: Mapping[str, Any], dtype: torch.dtype, run: RunFiles | None
+) -> dict[str, str]:
+    facts = {
+        "architecture": ", ".join(model.get("architectures") or []),
+        "weights": str(dtype).removeprefix("torch."),
+        "optimizer steps": str(extra.get("step", step)),
+    }
+    if run is not None and run.records:
+        losses = [record.loss for record in run.records if record.loss is not None]
+        validated = [record.val_loss for record in run.records if record.val_loss is not None]
+        facts["trained tokens"] = f"{sum(record.trained_tokens for record in run.records):,}"
+        if losses:
+            facts["training loss, first and last step"] = f"{losses[0]:.4f}, {losses[-1]:.4f}"
+        if validated:
+            facts["validation loss, first and last"] = f"{validated[0]:.4f}, {validated[-1]:.4f}"
+    settings = {**(extra.get("schedule") or {}), **(extra.get("settings") or {})}
+    facts |= {name: str(value) for name, value in settings.items() if value not in (None, [])}
+    data = extra.get("data") or {}
+    facts |= {
+        words: str(data[name])
+        for name, words in (("rows_per_step", "rows per step"), ("max_tokens", "tokens per row"), ("seed", "seed"))
+        if name in data
+    }
+    return facts | {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _data(config: RunConfig) -> str:
+    section = config.data
+    lines = [
+        f"- `{source.path}`" + (f", weight {source.weight:g}" if source.weight != 1 else "") for source in section.train
+    ]
+    if section.val is not None and section.val.fraction is not None:
+        lines.append(f"- held out: {section.val.fraction:.2%} of the above")
+    elif section.val is not None:
+        lines += [f"- held out: `{source.path}`" for source in section.val.sources or ()]
+    return "\n".join([*lines, f"- trained on: {section.train_on}; longer than a row: {section.overflow}"])
