@@ -46,6 +46,8 @@ def test_bytes_are_those_that_were_moved(options: dict[str, Any]) -> None:
             assert moved["d2h"] >= 4 * numel, "every gradient went home"
         record = engine.train_step(rows_of(3)).pipeline
         assert record is not None
+        layers = len(engine.structure.layers)
+        assert f"{'keep' if 'kept' in options else 'recompute'} {layers}" in record.policy
         assert record.policy.endswith(f"resident 0 of {len(engine.structure.units)}")
         # on a CPU the thread that computes copies: nothing is hidden
         assert record.overlap == pytest.approx(0.0, abs=1e-9)

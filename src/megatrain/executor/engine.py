@@ -12,6 +12,7 @@ import os
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -842,9 +843,10 @@ class HostEngine:
 
     def _policy(self, shape: StepShape) -> str:
         """How a step is computed, in a line."""
-        layers, kept, selective = len(self.structure.layers), len(shape.kept), len(shape.selective)
-        counts = {"keep": kept, "selective": selective, "recompute": layers - kept - selective}
-        parts = [f"{name} {count}" for name, count in counts.items() if count]
+        kept = Counter(shape.variants().values())
+        parts = [f"{name} {count}" for name, count in kept.items()]
+        if recomputed := len(self.structure.layers) - kept.total():
+            parts.append(f"recompute {recomputed}")
         parts += [
             f"windows {shape.windows}",
             f"chunk_rows {shape.chunk_rows}",
