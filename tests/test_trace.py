@@ -94,11 +94,15 @@ def test_spans_that_overlap_get_lines_of_their_own_and_inner_ones_are_cut() -> N
         Span("adamw", "layer.0", 10.0, 12.0, 10),
         Span("adamw", "layer.1", 11.0, 13.0, 10),
         Span("adamw", "layer.2", 12.0, 14.0, 10),
+        Span("h2d", "layer.0", 11.0, 12.000005, 10),
+        Span("h2d", "layer.1", 12.0, 13.0, 10),
     ]
     rows = rows_of(chrome_trace(spans, "x"))
     assert [event["name"] for event in rows["AdamW"]] == ["layer.0", "layer.2"]
     assert [event["name"] for event in rows["AdamW 2"]] == ["layer.1"]
-    assert rows["H2D"] == []
+    assert rows["D2H"] == []
+    first, second = rows["H2D"]
+    assert first["ts"] + first["dur"] == pytest.approx(second["ts"])
     step, forward, wait = rows["compute"]
     assert inside(forward, step)
     assert inside(wait, forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ from megatrain.checkpoint.reader import saved_extra
 from megatrain.cli import main
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.data.loader import StepLoader
 from megatrain.errors import HostMemoryLow, UserError
 from megatrain.host import watermark
 from megatrain.metrics.pipeline import Link, PipelineRecord
 from megatrain.metrics.record import read_records
-from megatrain.train import train
+from megatrain.train import Prefetcher, train
 from tiny_run import config, prepare
 
 
@@ -66,16 +66,19 @@ def test_instruments_can_be_switched_off(files: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ alerts
 
 STEPS = ("--schedule.steps=20", "--alerts.steps=3", "--checkpoint.every_steps=null", "--batch.tokens_per_step=64")
+DATA_BOUND = "--alerts.data_wait=0.01"
+"""So little that a machine with other things to do stays above it."""
 
 
 def slow_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = StepLoader.batch
+    """Every batch comes late."""
+    real = Prefetcher.next
 
-    def batch(self: StepLoader, step: int) -> Any:
+    def late(self: Prefetcher) -> Any:
         time.sleep(0.01)
-        return real(self, step)
+        return real(self)
 
-    monkeypatch.setattr(StepLoader, "batch", batch)
+    monkeypatch.setattr(Prefetcher, "next", late)
 
 
 @pytest.mark.parametrize("action", ["warn", "save", "stop"])
@@ -83,7 +86,7 @@ def test_an_alert_is_said_once_and_its_action_follows(
     action: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_data(monkeypatch)
-    run = make(files, tmp_path, *STEPS, f"--alerts.data_wait_action={action}", "--checkpoint.keep=null")
+    run = make(files, tmp_path, *STEPS, DATA_BOUND, f"--alerts.data_wait_action={action}", "--checkpoint.keep=null")
     summary = train(run, engine=CountingEngine())
     assert log_of(run).count("alert data_wait: data-bound") == 1
     assert "step 8: alert" in log_of(run), "five steps of warm-up, then three in a row"
@@ -104,7 +107,7 @@ def test_a_rollback_follows_an_alert_whatever_a_divergence_would(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_data(monkeypatch)
-    run = make(files, tmp_path, *STEPS, "--alerts.data_wait_action=rollback", "--checkpoint.every_steps=5")
+    run = make(files, tmp_path, *STEPS, DATA_BOUND, "--alerts.data_wait_action=rollback", "--checkpoint.every_steps=5")
     assert run.run.on_divergence == "stop"
     summary = train(run, engine=CountingEngine())
     assert summary.step == 20
@@ -150,10 +153,11 @@ def filling(monkeypatch: pytest.MonkeyPatch) -> Filling:
 
 
 def wait_until_seen(filling: Filling) -> None:
+    """The thread that looks ends when it has told."""
     filling.full = True
-    while filling.looked < 1:
+    while any(thread.name == "host-watermark" for thread in threading.enumerate()):
         time.sleep(0.001)
-    time.sleep(0.02)
+    assert filling.looked == 1
 
 
 def test_a_run_whose_host_memory_ends_is_saved_and_ends_with_the_ledger(
@@ -196,6 +200,25 @@ def test_where_a_step_cannot_be_dropped_it_is_finished_first(files: Path, tmp_pa
     with pytest.raises(HostMemoryLow):
         train(run, engine=CountingEngine(on_step))
     assert checkpoints(run) == ["step_000003"]
+
+
+def test_memory_that_ends_in_an_evaluation_loses_no_record(
+    files: Path, tmp_path: Path, filling: Filling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.executor.engine import HostEngine
+
+    real = HostEngine.eval_step
+
+    def eval_step(self: HostEngine, batch: Any) -> Any:
+        wait_until_seen(filling)
+        return real(self, batch)
+
+    monkeypatch.setattr(HostEngine, "eval_step", eval_step)
+    run = make(files, tmp_path, "--data.val={fraction: 0.3}", "--eval.every_steps=2")
+    with pytest.raises(HostMemoryLow):
+        train(run)
+    assert checkpoints(run) == ["step_000002"]
+    assert [record.step for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_the_command_line_ends_with_exit_code_3(

@@ -169,8 +169,9 @@ def check_mesh(run: RunConfig) -> Layout:
     from megatrain.models.build import find_model_folder, load_model_config
 
     problems = Problems()
+    of_the_host_engine = tuple(name for name in MemoryConfig.model_fields if name != "host_reserve_gib")
     sections = [
-        ("memory", run.memory, MemoryConfig(), tuple(MemoryConfig.model_fields)),
+        ("memory", run.memory, MemoryConfig(), of_the_host_engine),
         ("batch", run.batch, BatchConfig(tokens_per_step=run.batch.tokens_per_step), ("chunk_rows", "windows")),
         (
             "activations",

@@ -219,6 +219,7 @@ def _trace_shape(arguments: argparse.Namespace) -> None:
         warmup=arguments.warmup,
         out=arguments.out,
         png=arguments.png,
+        save=arguments.save,
         device=arguments.device,
         device_gib=arguments.device_gib,
         host_gib=arguments.host_gib,

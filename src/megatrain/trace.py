@@ -18,6 +18,7 @@ import torch
 from megatrain.check import make_engine, prepare
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
+from megatrain.ledger import nearest_existing
 from megatrain.metrics.chrome_trace import chrome_trace, draw_trace
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.spans import Span
@@ -48,7 +49,8 @@ def trace_run(
     if run.engine != "host":
         raise UserError("only the host engine has a timeline", "engine: mesh", "use engine: host")
     quiet_libraries()
-    with tempfile.TemporaryDirectory() as scratch, RunLogger() as log:
+    beside = nearest_existing(Path(run.run.dir).absolute().parent)  # where a checkpoint has room
+    with tempfile.TemporaryDirectory(dir=beside) as scratch, RunLogger() as log:
         elsewhere = run.run.model_copy(update={"dir": str(Path(scratch) / "run")})
         prepared = prepare(run.model_copy(update={"run": elsewhere}), resume=None, log=log.info)
         timed = _TimedBatches(prepared.loader.batch)
@@ -59,17 +61,31 @@ def trace_run(
 
 
 def trace_shape(
-    shape: str, *, rows: int, tokens: int, steps: int, warmup: int, out: Path, png: Path | None = None, **options: Any
+    shape: str,
+    *,
+    rows: int,
+    tokens: int,
+    steps: int,
+    warmup: int,
+    out: Path,
+    png: Path | None = None,
+    save: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Trace steps of a benchmark's shape. `options` are those of `bench.engine_for`."""
+    """Trace steps of a benchmark's shape; see `trace_run`. `options` are those of `bench.engine_for`."""
     from megatrain.bench import engine_for, random_batch
 
     quiet_libraries()
-    with RunLogger() as log, engine_for(shape, rows=rows, tokens=tokens, say=log.info, **options) as engine:
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch,
+        RunLogger() as log,
+        engine_for(shape, rows=rows, tokens=tokens, say=log.info, **options) as engine,
+    ):
+        checkpoint = Path(scratch) / "checkpoint" if save else None
         vocabulary = engine.config.get_text_config().vocab_size
         timed = _TimedBatches(lambda number: random_batch(vocabulary, rows, tokens, number))
-        spans = take_steps(engine, timed, steps, warmup, lambda step: 1e-5, None, log.info)
-        return _written(spans, f"megatrain: {shape}, {rows} x {tokens} tokens", out, png, log.info)
+        spans = take_steps(engine, timed, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
+        return _written(spans, f"megatrain: {Path(shape).name}, {rows} x {tokens} tokens", out, png, log.info)
 
 
 class _TimedBatches:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -32,10 +32,7 @@ from megatrain.divergence import Divergence, DivergenceGuard
 from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, counted
 from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.host.watermark import HostWatermark
-from megatrain.machine.probe import known_machine
-from megatrain.metrics.alerts import Alert, AlertWatch, Rule
 from megatrain.metrics.logger import RunLogger, quiet_libraries
-from megatrain.metrics.pipeline import PipelineRecord, with_shares
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
@@ -44,6 +41,7 @@ from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
 from megatrain.saves import RunSaves
 from megatrain.stop import StopSignals
+from megatrain.watch import RunWatch
 
 if TYPE_CHECKING:
     import torch
@@ -178,14 +176,9 @@ class Loop:
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
         self.saves = RunSaves(engine, folder, self.run_config.checkpoint, self._extra, self.step, prepared.start_from)
-        self.alerts = AlertWatch(
-            {rule: getattr(self.run_config.alerts, rule) for rule in get_args(Rule)},
-            self.run_config.alerts.steps,
-            self.run_config.memory.device_fraction,
-        )
-        self.machine = known_machine(self.run_config.run.device)
         self.memory_low: HostMemoryLow | None = None
         self.process = psutil.Process()
+        self.watch = RunWatch(self.run_config, self.process)
         self.started_s = time.perf_counter()
         if prepared.start_from is not None:
             self.engine.load(prepared.start_from, wait=False)
@@ -200,7 +193,7 @@ class Loop:
         except HostMemoryLow:
             self.log.warning(f"host memory is at its end: saving step {self.step} before the run ends")
             self.saves.finish(self.step)
-            raise
+            raise self.watch.host_memory_low(self.engine.memory()) from None
         if self.stop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
         else:
@@ -271,7 +264,7 @@ class Loop:
                 self._record(metrics, record)
                 plot.update(self.history)
                 self.saves.report()
-                diverged = self.guard.look(record) or self._act_on(self.alerts.look(record))
+                diverged = self.guard.look(record) or self._act_on_alerts(record)
                 if diverged is not None:
                     return diverged
                 if self.memory_low is not None:
@@ -329,27 +322,13 @@ class Loop:
             mfu=self.utilisation.mfu(documents, result.tokens, step_s) if self.utilisation is not None else None,
             skipped=skipped,
             skipped_steps=before + bool(skipped),
-            pipeline=self._pipeline(result.pipeline, data_wait_s),
+            pipeline=self.watch.figures(result.pipeline, data_wait_s),
             **self._now(),
         )
 
-    def _pipeline(self, found: PipelineRecord | None, data_wait_s: float) -> PipelineRecord | None:
-        """The engine's figures with what it cannot know: shares of the machine's measured rates, and the wait for data."""
-        if found is None:
-            return None
-        machine = self.machine
-        found = with_shares(
-            found,
-            h2d_gbps=machine.h2d_gbps if machine and machine.device_gib else None,
-            d2h_gbps=machine.d2h_gbps if machine and machine.device_gib else None,
-            host_gbps=machine.host_bandwidth_gbps if machine else None,
-        )
-        return replace(found, waited_s={**found.waited_s, "data": data_wait_s})
-
-    def _act_on(self, alerts: Sequence[Alert]) -> Divergence | None:
+    def _act_on_alerts(self, record: StepRecord) -> Divergence | None:
         """Say what the rules have found, and do what the config wants done then."""
-        for alert in alerts:
-            action = getattr(self.run_config.alerts, f"{alert.rule}_action")
+        for alert, action in self.watch.alerts(record):
             self.log.warning(f"step {self.step}: alert {alert.rule}: {alert.text}")
             if action == "rollback":
                 what = f"alert {alert.rule} (alerts.{alert.rule}_action: rollback)"
@@ -365,7 +344,8 @@ class Loop:
 
     def _host_memory_is_low(self, left: int) -> None:
         """In the watermark's thread: the step in progress is dropped, or finished where it cannot be; see `run`."""
-        error = HostMemoryLow(_host_ledger(left, self.engine.memory(), self.process, self.run_config))
+        self.watch.host_bytes_left = left
+        error = HostMemoryLow()
         if not getattr(self.engine, "interrupt", lambda _: False)(error):
             self.memory_low = error
 
@@ -398,9 +378,13 @@ class Loop:
     def _with_validation(self, record: StepRecord) -> StepRecord:
         if self.val is None:
             return record
-        found: EvalSummary | None = evaluate(
-            self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
-        )
+        try:
+            found: EvalSummary | None = evaluate(
+                self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
+            )
+        except HostMemoryLow as error:
+            self.memory_low = error  # the step itself has been taken, and is recorded first
+            return record
         if found is None:
             self.log.info(f"step {record.step}: evaluation left unfinished because of {self.stop.requested}")
             return record
@@ -524,21 +508,6 @@ class Prefetcher:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _host_ledger(left: int, memory: Mapping[str, int], process: psutil.Process, config: RunConfig) -> str:
-    reserve = config.memory.host_reserve_gib
-    lines = {
-        "left, of all groups and of the system": left,
-        "of this process (resident set)": process.memory_info().rss,
-        **{name.replace("host_", "in it: "): size for name, size in memory.items() if name.startswith("host_")},
-    }
-    table = "\n".join(f"    {size / 2**30:10.3f} GiB  {name}" for name, size in lines.items() if size)
-    return (
-        f"host memory is below memory.host_reserve_gib: {reserve:g}; the run was saved and ended before the system kills it\n"
-        f"{table}\n  -> end what else runs here, or take less: memory.host_gib, activations.offload: off, fewer rows a step "
-        "(batch.tokens_per_step); then go on with --resume auto"
-    )
 
 
 def _last_words(summary: TrainSummary, folder: RunFolder) -> str:

@@ -11,7 +11,6 @@ import torch
 from families import BY_NAME, batch, build
 from megatrain.device.slabs import Slab
 from megatrain.executor.engine import HostEngine
-from megatrain.metrics.pipeline import PipelineRecord
 from megatrain.metrics.spans import Span
 from megatrain.optim.adamw import AdamW
 
@@ -27,15 +26,6 @@ def rows_of(seed: int) -> dict[str, torch.Tensor]:
     return batch(LLAMA, seed=seed, rows=4, tokens=16, kind="padded")
 
 
-def figures(engine: HostEngine, steps: int) -> list[PipelineRecord]:
-    found = [engine.train_step(rows_of(step)) for step in range(steps)]
-    records = [one.pipeline for one in found if one.pipeline is not None]
-    assert len(records) == steps
-    for record, result in zip(records, found, strict=True):
-        assert 0 < record.computed_s + record.all_waits_s <= result.seconds["step"]
-    return records
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"windows": 2}, {"gradient_plane": False}, {"offloaded": "all"}, {"kept": "all", "weight_slots": 8}],
@@ -44,17 +34,20 @@ def figures(engine: HostEngine, steps: int) -> list[PipelineRecord]:
 def test_bytes_are_those_that_were_moved(options: dict[str, Any]) -> None:
     optim = AdamW(max_grad_norm=None) if "gradient_plane" in options else AdamW()
     with engine_of(optim=optim, **options) as engine:
-        moved = []
+        numel = sum(unit.layout.numel for unit in engine.structure.units)
         for step in range(3):
             result = engine.train_step(rows_of(step))
             record = result.pipeline
             assert record is not None
             assert record.h2d is not None
             assert record.d2h is not None
-            moved.append((record.h2d.bytes, record.d2h.bytes))
-            assert moved[-1] == (result.moved_bytes["h2d"], result.moved_bytes["d2h"])
-        numel = sum(unit.layout.numel for unit in engine.structure.units)
-        assert record.d2h.bytes >= 4 * numel, "every gradient went home"
+            moved = {"h2d": record.h2d.bytes, "d2h": record.d2h.bytes}
+            assert moved == result.moved_bytes
+            assert moved["d2h"] >= 4 * numel, "every gradient went home"
+        record = engine.train_step(rows_of(3)).pipeline
+        assert record is not None
+        layers = len(engine.structure.layers)
+        assert f"{'keep' if 'kept' in options else 'recompute'} {layers}" in record.policy
         assert record.policy.endswith(f"resident 0 of {len(engine.structure.units)}")
         # on a CPU the thread that computes copies: nothing is hidden
         assert record.overlap == pytest.approx(0.0, abs=1e-9)
@@ -79,7 +72,8 @@ def test_an_update_that_has_not_ended_is_a_wait_for_the_optimizer(monkeypatch: p
         late, real_update, real_wait = threading.Event(), engine._updater.submit_update, engine._optimizer.wait
 
         def update(unit: str, *args: Any) -> Any:
-            return real_update(unit, *args[:-1], late.wait if unit == "layer.1" else None)
+            *given, _ = args
+            return real_update(unit, *given, after=late.wait if unit == "layer.1" else None)
 
         def wait(unit: str) -> None:
             if unit == "layer.1":

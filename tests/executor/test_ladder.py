@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
     denser, found = Denser(), []
     while True:
         cut = denser.applied_to(shape)
-        cut = StepShape(**{**cut.__dict__, "windows": max(cut.windows, denser.windows or 1)})
+        cut = replace(cut, windows=max(cut.windows, denser.windows or 1))
         resident = situation.resident if denser.resident is None else denser.resident
-        following = denser.next(cut, Situation(situation.rows, situation.training, situation.more_windows, resident))
+        following = denser.next(cut, replace(situation, resident=resident))
         if following is None:
             return found
         found.append(following.step_from(denser))
@@ -61,7 +62,7 @@ def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
 
 
 def test_the_rungs_come_in_their_order() -> None:
-    assert rungs(Situation(rows=4, training=True, more_windows=True, resident=3)) == [
+    assert rungs(Situation(rows=4, training=True, offload=True, more_windows=True, resident=3)) == [
         "activations.policy: recompute",
         "batch.chunk_rows: 2",
         "batch.chunk_rows: 1",
@@ -77,7 +78,7 @@ def test_the_rungs_come_in_their_order() -> None:
 
 def test_an_evaluation_climbs_only_what_helps_it() -> None:
     shape = StepShape(windows=1, chunk_rows=2, head_tokens=64, segment=1, kept=frozenset({1}))
-    assert rungs(Situation(rows=4, training=False, more_windows=True, resident=1), shape) == [
+    assert rungs(Situation(rows=4, training=False, offload=False, more_windows=False, resident=1), shape) == [
         "batch.chunk_rows: 1",
         "0 units on the device (memory.device_fraction: None)",
     ]

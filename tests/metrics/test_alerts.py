@@ -22,8 +22,8 @@ HEALTHY = step_record(
     pipeline=PipelineRecord(
         computed_s=1.85,
         waited_s={"weights": 0.02, "optimizer": 0.08, "slabs": 0.01},
-        h2d=Link(bytes=1, busy_s=1.0, gbps=40.0, share=0.75),
-        d2h=Link(bytes=1, busy_s=0.5, gbps=20.0, share=0.4),
+        h2d=Link(bytes=40 * GIB, copies=100, busy_s=1.0, gbps=40.0, share=0.75),
+        d2h=Link(bytes=10 * GIB, copies=50, busy_s=0.5, gbps=20.0, share=0.4),
         overlap=0.95,
         slabs=12,
         slabs_in_use=4,
@@ -35,8 +35,8 @@ HEALTHY = step_record(
 
 
 def watch(**limits: float | None) -> AlertWatch:
-    defaults = {rule: getattr(DEFAULTS, rule) for rule in get_args(Rule)}
-    return AlertWatch({**defaults, **limits}, DEFAULTS.steps, device_fraction=0.92)
+    chosen: dict[Rule, float | None] = {r: limits.get(r, getattr(DEFAULTS, r)) for r in get_args(Rule)}
+    return AlertWatch(chosen, DEFAULTS.steps, device_fraction=0.92)
 
 
 def record(waits: dict[str, float] | None = None, link: dict[str, Any] | None = None, **changes: Any) -> StepRecord:
@@ -110,6 +110,15 @@ def test_low_utilisation_counts_as_idle() -> None:
 
 def test_a_slow_link_that_nobody_waits_for_is_no_alert() -> None:
     assert rules_of(watch(), [record(link={"share": 0.2})] * 40) == []
+
+
+def test_small_copies_are_slow_everywhere() -> None:
+    sick, _ = SICK["link_share"]
+    assert sick.pipeline is not None
+    assert sick.pipeline.h2d is not None
+    assert sick.pipeline.d2h is not None
+    links = {name: replace(getattr(sick.pipeline, name), copies=100_000) for name in ("h2d", "d2h")}
+    assert rules_of(watch(), [replace(sick, pipeline=replace(sick.pipeline, **links))] * 40) == []
 
 
 def test_a_cpu_has_no_rules_about_a_gpu() -> None:

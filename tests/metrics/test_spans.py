@@ -61,12 +61,18 @@ def test_copies_that_run_both_ways_at_once_are_one_time() -> None:
 
 
 def test_waits_are_summed_by_what_is_waited_for_and_the_switch_is_their_median() -> None:
-    waits = [("weights", 0.1), ("weights", 0.3), ("weights", 0.2), ("slabs", 0.5), ("optimizer", 1.0)]
+    waits = [("weights", 0.1), ("weights", 0.3), ("weights", 0.2), ("slabs", 0.5), ("optimizer", 0.7), ("weights", 0.3)]
     spans = [Span("wait", name, 101.0 + i, 101.0 + i + seconds) for i, (name, seconds) in enumerate(waits)]
     found = pipeline_of([*spans, STEP], adamw_bytes=28)
     assert found.waited_s == pytest.approx({"weights": 0.6, "slabs": 0.5, "optimizer": 1.0})
     assert found.slot_switch_s == pytest.approx(0.2)
     assert found.computed_s == pytest.approx(10 - 2.1)
+
+
+def test_a_copy_that_waited_for_an_update_is_a_wait_for_the_optimizer() -> None:
+    spans = [STEP, Span("wait", "weights", 103.0, 104.0), Span("wait", "optimizer", 101.0, 103.0)]
+    found = pipeline_of(spans, adamw_bytes=28)
+    assert (found.waited_s, found.slot_switch_s) == ({"optimizer": 3.0}, None)
 
 
 def test_adamw_is_measured_while_it_runs_on_any_unit() -> None:

@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 import tiny_run
 from megatrain.cli import main
 from megatrain.metrics import trackers
+from megatrain.metrics.pipeline import Link, PipelineRecord
 from megatrain.metrics.record import read_records
 from megatrain.metrics.trackers import Trackers, numbers_of
 from step_records import record
@@ -71,6 +72,20 @@ def test_numbers_have_names_and_only_those_that_are_there() -> None:
     assert found["split/forward_s"] == 0.5
     assert "train/grad_norm" not in found
     assert numbers_of(record(0, loss=None, val_loss=3.0)) == {"val/loss": 3.0}
+
+
+def test_figures_of_the_pipeline_go_along() -> None:
+    link = Link(bytes=1, busy_s=1.0, gbps=40.0)
+    pipeline = PipelineRecord(computed_s=1.5, waited_s={"weights": 0.25}, h2d=link, overlap=0.9)
+    found = {
+        name: value for name, value in numbers_of(record(3, pipeline=pipeline)).items() if name.startswith("pipeline/")
+    }
+    assert found == {
+        "pipeline/computed_s": 1.5,
+        "pipeline/waited_weights_s": 0.25,
+        "pipeline/h2d_gbps": 40.0,
+        "pipeline/overlap": 0.9,
+    }
 
 
 def broken(*_: object) -> Any:

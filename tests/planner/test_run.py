@@ -106,6 +106,16 @@ def test_caps_of_the_file_are_the_plans(run_file: Path) -> None:
     assert made.caps.device_bytes == int(0.92 * (2 << 30))
 
 
+def test_the_plan_fills_a_fraction_of_the_device_and_leaves_the_hosts_reserve(run_file: Path) -> None:
+    whole = load_machine(MACHINE)
+    made = plan_run(
+        load_config(run_file, ["memory.device_fraction=0.5", "memory.host_reserve_gib=2"]), machine_file=MACHINE
+    )
+    assert made.caps.device_bytes == int(0.5 * whole.device_gib * (1 << 30))
+    assert made.caps.host_bytes == int(whole.host_gib * (1 << 30)) - (2 << 30)
+    assert made.device_bytes <= made.caps.device_bytes
+
+
 def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
     changes = {
         "precision.compute_dtype": "fp32",

@@ -12,6 +12,7 @@ import os
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ from megatrain.executor.settings import (
     refuse_if_too_large,
     transport_dtype_of,
 )
-from megatrain.executor.step import Batch, StepRunner, StepShape
+from megatrain.executor.step import Batch, Interrupt, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
@@ -70,8 +71,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DEFAULT_CHUNK_TOKENS = 16384
-WINDOWS_RESERVE_BYTES = 1 << 30
-"""Host memory that must be left beside the wider gradient plane of more windows."""
+LADDER_RESERVE_BYTES = 1 << 30
+"""Host memory that must be left beside what a rung of the ladder puts there."""
 
 
 class HostEngine:
@@ -168,6 +169,7 @@ class HostEngine:
         self._desk: CheckpointDesk | None = None
         self._denser = Denser()
         self._failure: Failure | None = None
+        self._interrupt = Interrupt()
         self._computing = threading.Lock()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
         self._head_chunk_tokens, self._device_gib = head_chunk_tokens, device_gib
@@ -309,7 +311,7 @@ class HostEngine:
         return EvalResult(loss_sum, tokens)
 
     def begin_trace(self) -> None:
-        """Record visits of layers, too, until `end_trace`, which needs `instruments`."""
+        """Record visits of layers, too, until `end_trace`."""
         self.instruments.begin_trace()
 
     def end_trace(self) -> list[Span]:
@@ -326,7 +328,7 @@ class HostEngine:
         """
         if self._route is Route.EATEN:
             return False
-        self._runner.interruption = error
+        self._interrupt.error = error
         return True
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
@@ -372,13 +374,14 @@ class HostEngine:
                     raise
                 failure, self._failure = self._failure, None
             # Out here, where no traceback keeps the step's tensors alive any more.
-            self._climb(shape, len(batch["input_ids"]), failure, training)
+            self._climb(shape, batch["input_ids"].shape, failure, training)
 
-    def _climb(self, shape: StepShape, rows: int, failure: Failure, training: bool) -> None:
+    def _climb(self, shape: StepShape, batch_BT: Sequence[int], failure: Failure, training: bool) -> None:
         """Go on with the next rung of the ladder, or refuse with the ledger where there is none."""
         resident = [name for name, planes in self.store.units.items() if planes.resident]
         more_windows = training and self._room_for_windows()
-        denser = self._denser.next(shape, Situation(rows, training, more_windows, len(resident)))
+        offload = training and self._room_for_inputs(batch_BT, shape.windows)
+        denser = self._denser.next(shape, Situation(batch_BT[0], training, offload, more_windows, len(resident)))
         if denser is None:
             raise PlanRefused(
                 f"{failure}\n  this is the densest setting\n  -> use shorter rows, or a device with more memory"
@@ -414,13 +417,19 @@ class HostEngine:
         peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else freed
         return math.floor(100 * max(0.01, (peak - freed) / max(1, self._device_bytes()))) / 100
 
+    def _room_for_inputs(self, batch_BT: Sequence[int], windows: int) -> bool:
+        """Whether the host can hold the inputs of all layers for a window."""
+        rows, hidden = -(-batch_BT[0] // windows), self.config.get_text_config().hidden_size
+        needed = len(self.structure.layers) * rows * batch_BT[1] * hidden * self._compute.itemsize
+        return needed + LADDER_RESERVE_BYTES < available_host_bytes()
+
     def _room_for_windows(self) -> bool:
         """Whether gradients can be summed over more windows: it takes a gradient plane, in fp32."""
         dtype = self.store.grad_dtype
         if dtype is None:
             return False
         wider = (4 - dtype.itemsize) * sum(unit.layout.numel for unit in self.structure.units)
-        return wider == 0 or wider + WINDOWS_RESERVE_BYTES < available_host_bytes()
+        return wider == 0 or wider + LADDER_RESERVE_BYTES < available_host_bytes()
 
     def _rearrange(self, windows: int, leaving: Sequence[str]) -> None:
         """Other buffers around the same state: more windows, units that leave the device. No step is in progress."""
@@ -431,15 +440,21 @@ class HostEngine:
         self._close_flows()
         # What holds device memory goes before its successor comes.
         del self._runner, self._weights, self._gradients, self._inputs
-        for name in leaving:
-            self.store.move_to_host(name)
         self._windows = windows
-        if windows > 1:
-            self.store.widen_gradients()
-        if self._streams.cuda:
-            torch.cuda.empty_cache()
-        self._make_flows()
-        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, self._compiled)
+        try:
+            for name in leaving:
+                self.store.move_to_host(name)
+            if windows > 1:
+                self.store.widen_gradients()
+            if self._streams.cuda:
+                torch.cuda.empty_cache()
+            self._make_flows()
+            self._runner = self._new_runner(shell)
+        except BaseException:  # without its buffers the engine is none
+            self._closed = True
+            self._optimizer.close()
+            self.store.close()
+            raise
 
     def _decide(self, loss: float, norm: float) -> str | None:
         """The finite guard: a reason to skip the update, or None. Skipping leaves every byte of the state as it was."""
@@ -464,7 +479,7 @@ class HostEngine:
             clip = self.optim.max_grad_norm
             coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
             coefficients = StepCoefficients.of(self.optim, self.updates, learning_rate, coefficient / loss_scale)
-            with self._streams.traced("update of resident units") if self.store.resident_bytes else nullcontext():
+            with self._streams.traced("update of resident units") if self._placement.resident else nullcontext():
                 self._optimizer.launch(coefficients, self._gradients.arrived)
         self._weights.drop_all()
 
@@ -742,7 +757,11 @@ class HostEngine:
             chunk_tokens=mlp_chunk_tokens,
             token_wise=self._places,
         )
-        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, self._compiled)
+        self._runner = self._new_runner(shell)
+
+    def _new_runner(self, shell: Shell) -> StepRunner:
+        flows = (self._streams, self._weights, self._gradients, self._inputs)
+        return StepRunner(shell, *flows, self._compiled, self._interrupt)
 
     # ---------------------------------------------------------------- small parts
 
@@ -824,9 +843,10 @@ class HostEngine:
 
     def _policy(self, shape: StepShape) -> str:
         """How a step is computed, in a line."""
-        layers, kept, selective = len(self.structure.layers), len(shape.kept), len(shape.selective)
-        counts = {"keep": kept, "selective": selective, "recompute": layers - kept - selective}
-        parts = [f"{name} {count}" for name, count in counts.items() if count]
+        kept = Counter(shape.variants().values())
+        parts = [f"{name} {count}" for name, count in kept.items()]
+        if recomputed := len(self.structure.layers) - kept.total():
+            parts.append(f"recompute {recomputed}")
         parts += [
             f"windows {shape.windows}",
             f"chunk_rows {shape.chunk_rows}",

@@ -36,9 +36,18 @@ class Instruments:
         self._total = torch.cuda.get_device_properties(streams.device).total_memory if streams.cuda else None
         self._traced: list[Span] = []
 
+    @property
+    def on(self) -> bool:
+        """Whether anything is recorded. May be changed between two steps."""
+        return self._spans.on
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        self._spans.on = on
+
     def begin_trace(self) -> None:
-        """From now on visits are recorded, and all spans are kept."""
-        self._spans.tracing = True
+        """From now on visits are recorded, too, and all spans are kept."""
+        self._spans.on = self._spans.tracing = True
         self._traced = []
 
     def end_trace(self) -> list[Span]:

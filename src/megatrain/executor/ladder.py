@@ -48,12 +48,14 @@ class Situation:
     Attributes:
         rows: Of the batch.
         training: False in an evaluation, where nothing is kept, offloaded or accumulated.
+        offload: Whether the host has room for the inputs of all layers.
         more_windows: Whether the engine could sum gradients over more windows.
         resident: Units that live on the device.
     """
 
     rows: int
     training: bool
+    offload: bool
     more_windows: bool
     resident: int
 
@@ -104,9 +106,9 @@ class Denser:
             return replace(self, chunk_rows=min(shape.chunk_rows, rows) // 2)
         if shape.head_tokens > LEAST_HEAD_TOKENS:
             return replace(self, head_tokens=max(LEAST_HEAD_TOKENS, shape.head_tokens // 2))
-        if now.training and not self.offload and shape.segment == 1:
+        if now.offload and not self.offload and shape.segment == 1:
             return replace(self, offload=True)
-        if now.training and now.more_windows and shape.windows < now.rows:
+        if now.more_windows and shape.windows < now.rows:
             return replace(self, windows=min(2 * shape.windows, now.rows))
         if now.resident:
             return replace(self, resident=now.resident // 2)

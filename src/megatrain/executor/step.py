@@ -82,6 +82,19 @@ class Edges:
         return {**self.embedding, **self.head}
 
 
+class Interrupt:
+    """Another thread's way to end the step in progress, or the next one, at its next visit of a layer."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def look(self) -> None:
+        """Raise what was asked for, once."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
 class StepRunner:
     """Computes losses and gradients. Knows nothing of the optimizer.
 
@@ -89,6 +102,7 @@ class StepRunner:
         shell: HF's code; its layers call back into this object.
         streams, weights, gradients, inputs: The device side.
         compiled: Compile the cross entropy; token chunks then all have one shape.
+        interrupt: Looked at before each visit of a layer.
     """
 
     def __init__(
@@ -99,8 +113,10 @@ class StepRunner:
         gradients: GradientFlow,
         inputs: InputStore,
         compiled: bool = False,
+        interrupt: Interrupt | None = None,
     ):
         self.shell = shell
+        self._interrupt = interrupt or Interrupt()
         self._streams = streams
         self._weights = weights
         self._gradients = gradients
@@ -117,8 +133,6 @@ class StepRunner:
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
-        self.interruption: BaseException | None = None
-        """Set by another thread: the step in progress, or the next one, ends with it at the next layer."""
 
     # ---------------------------------------------------------------- the step
 
@@ -180,11 +194,6 @@ class StepRunner:
         """Let go of everything that refers to the device's buffers."""
         self._leaf_cache.clear()
 
-    def _stop_if_asked(self) -> None:
-        if self.interruption is not None:
-            error, self.interruption = self.interruption, None
-            raise error
-
     def where(self) -> str:
         """The phase in work and its layer, for people."""
         phase = self.marks[-1][0] if self.marks else "forward"
@@ -217,7 +226,7 @@ class StepRunner:
 
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
-        self._stop_if_asked()
+        self._interrupt.look()
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
         with self._streams.traced("forward", index):
@@ -387,7 +396,7 @@ class StepRunner:
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
-        self._stop_if_asked()
+        self._interrupt.look()
         self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
         total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))

@@ -23,6 +23,8 @@ MEDIAN_STEPS = 50
 LEAST_MEDIAN_STEPS = 20
 WAITS_SHARE = 0.05
 """A GPU that waits for copies for less of a step than this does not wait."""
+LARGE_COPY_BYTES = 4 << 20
+"""Smaller copies than this, on average, do not reach the link's rate on any machine."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ def _of_the_pipeline(
         )
     copies = sum(waited.get(name, 0.0) for name in ("weights", "inputs", "gradients")) / step_s
     for name, link in (("in", pipeline.h2d), ("out", pipeline.d2h)):
-        low = link is not None and link.share is not None and link.share < limits.get("link_share", 0.0)
-        if link is not None and low and copies > WAITS_SHARE:
+        if link is None or link.share is None or link.bytes < LARGE_COPY_BYTES * link.copies:
+            continue
+        if link.share < limits.get("link_share", 0.0) and copies > WAITS_SHARE:
             found["link_share"] = (
                 f"link-bound below the link's rate: copies {name} run at {link.gbps:.1f} GB/s, {link.share:.0%} of what was "
                 f"measured, and the GPU waits for copies for {copies:.0%} of a step\n"
@@ -167,10 +170,7 @@ class AlertWatch:
             before[rule] = 0
             if self._kept[rule] >= self._steps:
                 self._said.discard(rule)
-        new: list[Rule] = [
-            rule
-            for rule in self._limits
-            if rule in found and self._broken[rule] >= self._steps and rule not in self._said
-        ]
-        self._said.update(new)
-        return [Alert(rule, found[rule]) for rule in new]
+        long_enough: set[Rule] = {rule for rule in self._limits if self._broken[rule] >= self._steps}
+        new = [Alert(rule, text) for rule, text in found.items() if rule in long_enough - self._said]
+        self._said |= long_enough
+        return new

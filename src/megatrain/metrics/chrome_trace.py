@@ -22,6 +22,8 @@ ROWS = {
     "checkpoint": ("checkpoint",),
 }
 """Rows of the trace, from top to bottom, and the spans in each."""
+ERROR_S = 20e-6
+"""Of a device's time, in steps of a minute or less."""
 _COLOURS = {
     "step": "#e8e8e8", "forward": "#4c9f70", "backward": "#3b6fb5", "recompute": "#8ab6d6", "head": "#8e6bbf", "wait": "#d9534f",
     "H2D": "#e0a030", "D2H": "#b8860b", "AdamW": "#a05a2c", "data": "#5f9ea0", "checkpoint": "#808080",
@@ -63,13 +65,15 @@ def _event(span: Span, line: int, origin: float) -> dict[str, Any]:
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans that overlap on lines of their own, so that each line is a sequence."""
+    """Spans that overlap on lines of their own, so that each line is a sequence. What overlaps by no more than the error of a
+    measurement is cut instead: copies of one stream come one after the other."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda one: one.start_s):
-        free = next((lane for lane in lanes if lane[-1].end_s <= span.start_s), None)
+        free = next((lane for lane in lanes if lane[-1].end_s <= span.start_s + ERROR_S), None)
         if free is None:
             lanes.append([span])
         else:
+            free[-1] = free[-1]._replace(end_s=min(free[-1].end_s, span.start_s))
             free.append(span)
     return lanes
 
@@ -114,8 +118,9 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
                 bars.setdefault(place, []).append((event["ts"] / 1e6, max(event["dur"], 1.0) / 1e6))
         for (line, colour), pieces in bars.items():
             low, height = heights.get(category or "", (-0.35, 0.7))
+            edge = "white" if category == "compute" else _COLOURS[colour]  # a thin bar is nothing but its edge
             drawn = axes.broken_barh(
-                pieces, (line + low, height), facecolors=_COLOURS[colour], edgecolor="white", linewidth=0.3
+                pieces, (line + low, height), facecolors=_COLOURS[colour], edgecolor=edge, linewidth=0.4
             )
             seen.setdefault(colour, drawn)
     axes.set_yticks(list(rows), list(rows.values()))

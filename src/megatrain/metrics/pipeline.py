@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatrain.metrics.spans import Span, Wait, common, gaps, length, union
+from megatrain.metrics.spans import Span, common, gaps, length, union
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Link:
 
     Attributes:
         bytes: That were copied.
+        copies: In so many pieces.
         busy_s: Seconds of copying.
         gbps: 1e9 bytes a second while copying.
         share: Of the link's measured rate; None where nobody has measured it.
@@ -35,6 +36,7 @@ class Link:
     busy_s: float
     gbps: float
     share: float | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,8 @@ class PipelineRecord:
 
     Attributes:
         computed_s: The device worked, from the step's first launch to its end, waits left out.
-        waited_s: The device had nothing to do until something came, by what that was; see `Wait`.
+        waited_s: The device had nothing to do until something came, by what that was; see `spans.Wait`. A copy of weights that
+            could not begin before the unit's update had ended counts as a wait for the optimizer.
         h2d, d2h: Copies to and from the device.
         overlap: Share of the copying that was hidden behind work of the device.
         slot_switch_s: Median time in which compute goes from one layer's weights to the next.
@@ -96,12 +99,19 @@ def pipeline_of(spans: Sequence[Span], *, adamw_bytes: float) -> PipelineRecord:
     """
     step = [span for span in spans if span.row == "step"][-1]
     waits = [span for span in spans if span.row == "wait" and span.start_s >= step.start_s]
-    waited: dict[Wait | str, float] = {}
-    for span in waits:
-        waited[span.name] = waited.get(span.name, 0.0) + span.seconds
+    waited: dict[str, float] = {}
+    switches: list[float] = []
+    before = ""
+    for span in sorted(waits, key=lambda one: one.start_s):
+        name = span.name
+        if name == "weights" and before == "optimizer":
+            name = "optimizer"  # the copy could not begin before the update had ended
+        elif name == "weights":
+            switches.append(span.seconds)
+        waited[name] = waited.get(name, 0.0) + span.seconds
+        before = span.name
     working = gaps((step.start_s, step.end_s), union((s.start_s, s.end_s) for s in waits))
     copies = union((span.start_s, span.end_s) for span in spans if span.row in ("h2d", "d2h"))
-    switches = [span.seconds for span in waits if span.name == "weights"]
     updates = [span for span in spans if span.row == "adamw"]
     busy = length(union((span.start_s, span.end_s) for span in updates))
     rate = sum(span.size for span in updates) / busy if busy > 0 else None
@@ -123,7 +133,7 @@ def _link(copies: Sequence[Span]) -> Link | None:
     if seconds <= 0:
         return None
     moved = sum(span.size for span in copies)
-    return Link(bytes=moved, busy_s=seconds, gbps=moved / seconds / 1e9)
+    return Link(bytes=moved, busy_s=seconds, gbps=moved / seconds / 1e9, copies=len(copies))
 
 
 def with_shares(

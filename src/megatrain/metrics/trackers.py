@@ -91,7 +91,20 @@ def numbers_of(record: StepRecord) -> dict[str, float]:
     }
     if record.step == 0:  # before the first step there is only a validation
         return {name: value for name, value in found.items() if name.startswith("val/")}
-    return found | {f"split/{name}_s": seconds for name, seconds in record.split_s.items()}
+    return found | {f"split/{name}_s": seconds for name, seconds in record.split_s.items()} | _of_pipeline(record)
+
+
+def _of_pipeline(record: StepRecord) -> dict[str, float]:
+    """`pipeline/...`: the figures that are one number each, and the waits."""
+    pipeline = record.pipeline
+    if pipeline is None:
+        return {}
+    names = ("computed_s", "overlap", "slot_switch_s", "adamw_params_per_s", "adamw_share", "gpu_utilisation")
+    found = {name: getattr(pipeline, name) for name in names}
+    found |= {f"waited_{name}_s": seconds for name, seconds in pipeline.waited_s.items()}
+    for name, link in (("h2d", pipeline.h2d), ("d2h", pipeline.d2h)):
+        found[f"{name}_gbps"] = link.gbps if link is not None else None
+    return {f"pipeline/{name}": value for name, value in found.items() if value is not None}
 
 
 class _Feed:
