@@ -145,5 +145,28 @@ def test_an_error_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[?25h" in shown(console), "the cursor is shown again"
 
 
+def test_long_reading_is_a_bar_on_a_terminal_and_few_lines_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = logging.getLogger("megatrain.data.build")
+
+    def read(console: Console) -> str:
+        with RunLogger(console) as log:
+            log.open_folder(tmp_path)
+            for percent in range(0, 101, 5):
+                reading.info("a.jsonl: %d%%", percent, extra={"share": percent / 100})
+            log.info("a.jsonl: done")
+        return shown(console)
+
+    on_a_terminal = read(terminal(monkeypatch))
+    assert "a.jsonl: 100%" in on_a_terminal or "a.jsonl: 0%" in on_a_terminal
+    assert on_a_terminal.rstrip().endswith("a.jsonl: done")
+    assert "%" not in (tmp_path / "log.txt").read_text(), "no bar in the log"
+    plain = read(Console(file=io.StringIO(), soft_wrap=True))
+    assert plain == "a.jsonl: done\n", "too short for a line of its own"
+    monkeypatch.setattr(logger, "LINE_EVERY_S", 0.0)
+    assert read(Console(file=io.StringIO(), soft_wrap=True)).count("%") == 21
+
+
 def test_the_bar_says_loss_speed_and_time_left() -> None:
     assert bar_text(record(1, loss=2.5), 3723.4) == "loss 2.5000  2.0k tok/s  ETA 1:02:03"
