@@ -55,6 +55,8 @@ def _run(words: list[str]) -> int:
             raise UserError(f"{arguments.command} takes no keys", overrides[0].flag, "they belong to RUN.yaml")
         (_doctor if arguments.command == "doctor" else _bench)(arguments)
         return 0
+    if getattr(arguments, "allow_changes", ()) and arguments.resume is None:
+        raise UserError("means nothing without --resume", "--allow-changes", "say where to go on: --resume auto")
     run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
     match arguments.command:
         case "train":
