@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # The table of docs/benchmarks.md for one H200, row by row, each in a process of its own with a time limit.
-# Use: benchmarks/h200.sh ROW...      rows: 8b-32 8b-8 8b-24gib 14b 17b 4b deepspeed fsdp2 small
+# Use: benchmarks/h200.sh ROW...      rows: 8b-32 8b-8 8b-24gib 14b 17b 4b deepspeed fsdp2 small save resume-lazy resume-eager (behind save)
 # Logs go to $OUT (default: a temporary folder); the last lines of each are printed.
 set -u
 export PYTHONPATH=${PYTHONPATH:-src} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 out=${OUT:-$(mktemp -d)}
 machine=${MACHINE:-docs/machines/h200.yaml}
+disk=${DISK:-/tmp/megatrain-checkpoints} # of the rows about checkpoints: 60 GiB
 bench="python3 -m megatrain bench --machine $machine --warmup 2"
+full="--device-fraction 0.965" # the GPU has nothing else to do
 
 row() { # name, seconds, lines to print, command...
   local name=$1 limit=$2 lines=$3
@@ -18,15 +20,17 @@ row() { # name, seconds, lines to print, command...
 
 for name in "$@"; do
   case $name in
-    8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 --steps 4 ;;
-    8b-8) row "$name" 140 34 $bench --shape qwen3-8b --rows 8 --tokens 1024 --steps 6 ;;
-    8b-24gib) row "$name" 200 34 $bench --shape qwen3-8b --rows 64 --tokens 1024 --steps 2 --device-gib 24 ;;
-    14b) row "$name" 170 22 $bench --shape qwen3-14b --rows 32 --tokens 1024 --steps 2 --no-bounds ;;
-    17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 --steps 2 --no-bounds ;;
-    4b) row "$name" 100 22 $bench --shape qwen3-4b --rows 32 --tokens 1024 --steps 3 --no-bounds ;;
-    deepspeed) row "$name" 170 4 python3 benchmarks/peers/deepspeed_zero3.py ;;
-    fsdp2) row "$name" 100 4 python3 benchmarks/peers/fsdp2.py ;;
+    8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 $full --steps 5 ;;
+    8b-8) row "$name" 140 34 $bench --shape qwen3-8b --rows 8 --tokens 1024 $full --steps 6 ;;
+    8b-24gib) row "$name" 200 34 $bench --shape qwen3-8b --rows 64 --tokens 1024 --steps 2 --warmup 1 --device-gib 24 ;;
+    14b) row "$name" 150 22 $bench --shape qwen3-14b --rows 32 --tokens 1024 $full --steps 2 --no-bounds ;;
+    17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 $full --steps 2 --warmup 1 --no-bounds ;;
+    4b) row "$name" 100 22 $bench --shape qwen3-4b --rows 32 --tokens 1024 $full --steps 3 --no-bounds ;;
+    deepspeed) row "$name" 170 4 python3 benchmarks/peers/deepspeed_zero3.py --warmup 1 --steps 2 ;;
+    fsdp2) row "$name" 100 4 python3 benchmarks/peers/fsdp2.py --warmup 1 --steps 2 ;;
     small) row "$name" 90 6 python3 benchmarks/small_units.py 16 1024 12 ;;
+    save) row "$name" 200 9 python3 benchmarks/checkpoints.py run qwen3-4b 32 1024 "$disk" "$machine" ;;
+    resume-*) row "$name" 120 2 python3 benchmarks/checkpoints.py resume qwen3-4b 32 1024 "$disk" "$machine" "${name#resume-}" ;;
     *) echo "unknown row $name" >&2 ;;
   esac
 done

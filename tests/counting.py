@@ -13,6 +13,7 @@ import torch
 from megatrain.checkpoint.background import SaveProgress
 from megatrain.checkpoint.files import FolderWriter
 from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION
+from megatrain.metrics.pipeline import PipelineRecord
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Result:
     tokens: int
     skipped: str | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.1})
+    pipeline: PipelineRecord | None = None
 
 
 @dataclass

@@ -136,4 +136,6 @@ def matrix() -> list[Case]:
 MIXTURE = [
     Case("qwen3_moe", Layout(pipeline=2, context=2, shard=2, schedule="1f1b"), 4),
     Case("qwen3_moe", Layout(pipeline=2, virtual=2, replicate=2, shard=1, schedule="zbv"), 4, tied=False, kind="plain"),
+    # more microbatches than rows: in one of them all tokens are alike, and may choose experts of one rank only
+    Case("qwen3_moe", Layout(tensor=2, pipeline=2, shard=1, microbatches=8), 4, False, recompute=True, evaluate=True),
 ]

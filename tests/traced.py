@@ -51,7 +51,7 @@ class TracedStreams(Streams):
         log, self.log[:] = list(self.log), []
         return log
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: Event, why: str) -> None:
         self.log.append(f"compute waits for {event}")
 
     def mark_compute(self, event: Event) -> None:

@@ -34,6 +34,7 @@ use the result
 know the machine
   doctor               measure this machine and say what is wrong with it
   bench --shape S      training steps of a shape, beside the plan and the compute bounds
+  trace RUN.yaml       the timeline of some steps, for Chrome or Perfetto
 
 RUN is the folder of a run. `megatrain COMMAND --help` says more; `megatrain train --help-all` explains every key of RUN.yaml.
 """
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     _add_training(commands)
     _add_using(commands)
     _add_machine(commands)
+    _add_trace(commands)
     return top
 
 
@@ -105,10 +107,10 @@ def _command(commands: _Commands[_Parser], name: str, what: str) -> _Parser:
     return commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
 
 
-def _command_of_run(commands: _Commands[_Parser], name: str, what: str) -> _Parser:
+def _command_of_run(commands: _Commands[_Parser], name: str, what: str, many: str | None = None) -> _Parser:
     command = _command(commands, name, what)
     command.usage = f"megatrain {name} RUN.yaml [OPTION ...] [--section.key VALUE ...]"
-    command.add_argument("config", metavar="RUN.yaml", help="the run's config, or the folder of a run")
+    command.add_argument("config", metavar="RUN.yaml", nargs=many, help="the run's config, or the folder of a run")
     command.add_argument(
         "--help-all",
         action=_HelpAll,
@@ -138,6 +140,12 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
         commands, "plan", "what goes where, how a step is cut, and what that costs, before anything is allocated"
     )
     plan.add_argument("--machine", metavar="FILE", help="plan for the machine in this file (see docs/machines)")
+    plan.add_argument(
+        "--world",
+        metavar="N",
+        type=_positive,
+        help="rank the layouts of N GPUs (engine: mesh); --machine is a cluster's file",
+    )
     plan.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -176,6 +184,18 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
         help="with --resume: go on although these differ from the checkpoint's run: data, batch (tokens per step), seed, "
         "schedule (past learning rates), optim, precision",
     )
+
+
+def _add_trace(commands: _Commands[_Parser]) -> None:
+    trace = _command_of_run(
+        commands, "trace", "the timeline of some steps, for Chrome or Perfetto; of a run, or of a --shape", many="?"
+    )
+    trace.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps in the trace (3)")
+    trace.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
+    trace.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="the trace (trace.json)")
+    trace.add_argument("--png", type=Path, metavar="FILE", help="a picture of it, too")
+    trace.add_argument("--save", action="store_true", help="write a checkpoint under the traced steps, and remove it")
+    _add_shape(trace, required=False)
 
 
 def _add_using(commands: _Commands[_Parser]) -> None:
@@ -252,20 +272,27 @@ def _add_machine(commands: _Commands[_Parser]) -> None:
     bench = _command(
         commands, "bench", "training steps with random weights and tokens, beside the plan and the compute bounds"
     )
-    bench.add_argument("--shape", required=True, help="qwen3-0.6b, -4b, -8b, -14b, -17b, ..., or a model folder")
-    bench.add_argument("--rows", type=_positive, required=True, metavar="N", help="rows of a step")
-    bench.add_argument("--tokens", type=_positive, required=True, metavar="N", help="tokens of a row")
+    _add_shape(bench, required=True)
     bench.add_argument("--steps", type=_positive, default=6, metavar="N", help="steps that count (6)")
     bench.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
-    bench.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
-    bench.add_argument("--device-gib", type=float, metavar="X", help="device memory that may be used")
-    bench.add_argument("--host-gib", type=float, metavar="X", help="host memory that may be used")
-    bench.add_argument("--machine", metavar="FILE", help="plan with these figures instead of measuring")
-    bench.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="of HostEngine, instead of the plan's"
-    )
     bench.add_argument("--no-bounds", action="store_true", help="leave the compute bounds out")
     bench.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
+
+
+def _add_shape(command: argparse.ArgumentParser, required: bool) -> None:
+    """The arguments that say which shape runs where."""
+    command.add_argument("--shape", required=required, help="qwen3-0.6b, -4b, -8b, -14b, -17b, ..., or a model folder")
+    for name, default, what in (("--rows", 8, "rows of a step"), ("--tokens", 1024, "tokens of a row")):
+        about = what if required else f"{what} of the shape ({default})"
+        command.add_argument(name, type=_positive, required=required, default=default, metavar="N", help=about)
+    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    command.add_argument("--device-gib", type=float, metavar="X", help="device memory that may be used")
+    command.add_argument("--device-fraction", type=float, metavar="X", help="share of it that the plan may fill (0.92)")
+    command.add_argument("--host-gib", type=float, metavar="X", help="host memory that may be used")
+    command.add_argument("--machine", metavar="FILE", help="plan with these figures instead of measuring")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of HostEngine, instead of the plan's"
+    )
 
 
 def _positive(word: str) -> int:

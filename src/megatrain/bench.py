@@ -5,7 +5,8 @@
 layer of each template group, weights on the device, everything kept, forward and backward of a step's rows, times the group's
 layers; plus the head (logits and cross entropy, in the engine's chunks) and the embedding. `policy bound` is the same with each
 layer's policy and chunks from the plan, recompute included. Both are measured in the same process, after the engine has given its
-memory back.
+memory back. The layer runs back to back, as often as the model has layers, on random numbers: at its power limit a GPU lowers its
+clock, so that a short burst, or gradients that are all ones, is a tenth faster than any training step can be.
 
 [Note: formulas]
 model FLOPs   3 x (products + causal attention of a forward), counted from the layer's code; recompute is not in it
@@ -18,6 +19,7 @@ other stall   step - policy bound - waits for AdamW and slabs: waits for copies,
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import json
@@ -26,7 +28,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,16 +40,17 @@ from torch.utils import _pytree as pytree
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.errors import UserError
 from megatrain.executor.engine import HostEngine
+from megatrain.executor.gate import token_wise
 from megatrain.loss import cross_entropy_sum
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.machine.probe import device_seconds, probe
+from megatrain.machine.probe import device_seconds, probe, sustained_seconds
 from megatrain.models.build import build_meta_model, find_model_folder, fp32_parameter_names, load_model_config
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Structure, take_apart
 from megatrain.models.templates import LayerCode, Variant
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Options, Policy, StepSize
-from megatrain.planner.plan import Plan, caps_for, engine_options, gib, plan
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, gib, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of_structure
@@ -66,7 +69,22 @@ QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, tied
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
     "tiny": (64, 128, 4, 4, 2, False),
 }
-"""Named shapes. 17b, 18b and 20b are 14b with more layers; tiny is for trying the command out."""
+QWEN25_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1 << 20,
+    "rope_theta": 1e6,
+}
+CONFIGS = {"qwen2.5-7b": QWEN25_7B}
+"""Named shapes: these by their whole config.json, those of Qwen3 by what differs. 17b, 18b and 20b
+are 14b with more layers; tiny is for trying the command out."""
 
 BOUND_TOKENS = 32768
 """Most tokens that a bound computes together."""
@@ -122,6 +140,7 @@ def bench(
     device: str = "auto",
     device_gib: float | None = None,
     host_gib: float | None = None,
+    device_fraction: float | None = None,
     machine_file: str | Path | None = None,
     bounds: bool = True,
     overrides: dict[str, Any] | None = None,
@@ -130,11 +149,12 @@ def bench(
     """Run steps and measure them. Says what it finds as it goes.
 
     Args:
-        shape: A name of `QWEN3`, or a model folder (its config is used, its weights are not).
+        shape: A name of `QWEN3` or `CONFIGS`, or a model folder (its config is used, its weights are not).
         rows, tokens: Of a step: rows of so many tokens.
         steps, warmup: Steps that count, and steps before them.
         device: As for the engine.
         device_gib, host_gib: Caps, to rehearse a smaller machine.
+        device_fraction: Share of the device's memory that the plan may fill; None for the usual one.
         machine_file: Figures of the machine instead of a probe.
         bounds: Whether the bounds are measured too.
         overrides: Keyword arguments of `HostEngine` that replace the plan's.
@@ -145,22 +165,18 @@ def bench(
         PlanRefused: The step does not fit.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        folder = _folder_of(shape, Path(scratch))
-        on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        folder, on_gpu = _folder_of(shape, Path(scratch)), _on_gpu(device)
+        limits = _Limits(device_gib, host_gib, device_fraction or DEVICE_FRACTION)
         structure = _structure(folder, torch.bfloat16)
-        model = shape_of_structure(structure, shape)
+        model = shape_of_structure(structure, shape, token_wise(structure.model.config))  # type: ignore[arg-type]
         machine = load_machine(machine_file) if machine_file else probe(device)
-        made = None
-        if machine.device_gib > 0:
-            caps = _caps(machine, device_gib, host_gib, here=machine_file is None)
-            made = plan(model, machine, StepSize(rows, tokens), caps, Options(), steps=None)
+        made = _planned(model, machine, StepSize(rows, tokens), limits, here=machine_file is None)
+        if made is not None:
             say(plan_text(made))
         arguments = (engine_options(made) if made else {}) | (overrides or {})
         report = Report(shape, rows, tokens, structure.param_count, device, _plain(arguments))
-        caps_here = {"device_gib": device_gib if on_gpu else None, "host_gib": host_gib}
-        _measure_steps(
-            report, folder, arguments | {k: v for k, v in caps_here.items() if v}, device, steps, warmup, machine, say
-        )
+        arguments |= limits.as_arguments(on_gpu)
+        _measure_steps(report, folder, arguments, device, steps, warmup, say)
         if bounds:
             _measure_bounds(report, structure, model, made, device, say)
         _conclude(report, model, made, machine, on_gpu)
@@ -168,11 +184,88 @@ def bench(
         return report
 
 
+@contextlib.contextmanager
+def engine_for(
+    shape: str,
+    *,
+    rows: int,
+    tokens: int,
+    device: str = "auto",
+    device_gib: float | None = None,
+    host_gib: float | None = None,
+    device_fraction: float | None = None,
+    machine_file: str | Path | None = None,
+    overrides: dict[str, Any] | None = None,
+    say: Say = logger.info,
+) -> Iterator[HostEngine]:
+    """The engine that `bench` measures, with the same arguments."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, made = _folder_of(shape, Path(scratch)), None
+        limits = _Limits(device_gib, host_gib, device_fraction or DEVICE_FRACTION)
+        if _on_gpu(device):
+            machine = load_machine(machine_file) if machine_file else probe(device)
+            model = shape_of_structure(_structure(folder, torch.bfloat16), shape)
+            made = _planned(model, machine, StepSize(rows, tokens), limits, here=machine_file is None)
+        if made is not None:
+            say(plan_text(made))
+        arguments = (engine_options(made) if made else {}) | (overrides or {})
+        arguments |= limits.as_arguments(_on_gpu(device))
+        with _engine(folder, device, arguments) as engine:
+            yield engine
+
+
+def random_batch(vocabulary: int, rows: int, tokens: int, step: int) -> dict[str, torch.Tensor]:
+    """Rows of random tokens, all of them targets."""
+    ids = torch.randint(0, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _on_gpu(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a benchmark may use: caps in GiB, None for all that there is, and a share of the device."""
+
+    device_gib: float | None = None
+    host_gib: float | None = None
+    device_fraction: float = DEVICE_FRACTION
+
+    def caps(self, machine: Machine, here: bool) -> Caps:
+        """In bytes; on this machine no more than is free."""
+        given = caps_for(machine, **asdict(self))
+        free = available_caps(machine, self.device_fraction) if here else given
+        return Caps(min(given.host_bytes, free.host_bytes), min(given.device_bytes, free.device_bytes))
+
+    def as_arguments(self, on_gpu: bool) -> dict[str, Any]:
+        """For the engine."""
+        caps = {"device_gib": self.device_gib if on_gpu else None, "host_gib": self.host_gib}
+        return {name: cap for name, cap in caps.items() if cap}
+
+
+def _planned(model: ModelShape, machine: Machine, step: StepSize, limits: _Limits, here: bool) -> Plan | None:
+    """The plan; None on a machine without a GPU."""
+    if machine.device_gib <= 0:
+        return None
+    return plan(model, machine, step, limits.caps(machine, here), Options(), steps=None)
+
+
+def _engine(folder: Path, device: str, arguments: dict[str, Any]) -> HostEngine:
+    optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if arguments.get("gradient_plane", True) else None)
+    return HostEngine(folder, device=device, optim=optim, verify="never", **{"init": "random", **arguments})
+
+
 def _folder_of(shape: str, scratch: Path) -> Path:
     """A folder with the shape's config.json."""
+    if shape.lower() in CONFIGS:
+        (scratch / "config.json").write_text(json.dumps(CONFIGS[shape.lower()]))
+        return scratch
     if shape.lower() not in QWEN3:
         if not Path(shape).exists():
-            raise UserError(f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join(QWEN3)}")
+            raise UserError(
+                f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join([*QWEN3, *CONFIGS])}"
+            )
         return find_model_folder(shape)
     hidden, intermediate, layers, heads, kv_heads, tied = QWEN3[shape.lower()]
     config = {
@@ -196,14 +289,6 @@ def _structure(folder: Path, dtype: torch.dtype) -> Structure:
     return take_apart(build_meta_model(load_model_config(folder), compute_dtype=dtype))
 
 
-def _caps(machine: Machine, device_gib: float | None, host_gib: float | None, here: bool) -> Caps:
-    given = caps_for(machine, device_gib=device_gib, host_gib=host_gib)
-    if not here:
-        return given
-    free = available_caps(machine)
-    return Caps(min(given.host_bytes, free.host_bytes), min(given.device_bytes, free.device_bytes))
-
-
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
     """For JSON: tuples of layer numbers as their count is not enough to run it again, so they stay lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
@@ -220,13 +305,11 @@ def _measure_steps(
     device: str,
     steps: int,
     warmup: int,
-    machine: Machine,
     say: Say,
 ) -> None:
     process = psutil.Process(os.getpid())
     started = time.perf_counter()
-    optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if arguments.get("gradient_plane", True) else None)
-    engine = HostEngine(folder, device=device, optim=optim, init="random", verify="never", **arguments)
+    engine = _engine(folder, device, arguments)
     try:
         report.device = str(engine.device)
         say(f"engine made in {time.perf_counter() - started:.1f} s, {report.parameters / 1e9:.3g} B parameters")
@@ -236,10 +319,7 @@ def _measure_steps(
             if step == warmup and engine.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(engine.device)
             began = time.perf_counter()
-            ids = torch.randint(
-                0, vocabulary, (report.rows, report.tokens), generator=torch.Generator().manual_seed(step)
-            )
-            batch = {"input_ids": ids, "labels": ids.clone()}
+            batch = random_batch(vocabulary, report.rows, report.tokens, step)
             data = time.perf_counter() - began
             result = engine.train_step(batch)
             seconds = {**result.seconds, "data": data}
@@ -340,21 +420,21 @@ class _LayerClock:
         ids = torch.zeros((rows, self._tokens), dtype=torch.int64, device=self._device)
         args, kwargs = layer_arguments(self._structure, ids, self._buffers)
         args, kwargs, hidden = _with_random_hidden(args, kwargs, self._dtype)
+        random_gradient = torch.randn_like(hidden) * 1e-4
 
         def once(variant: Variant) -> None:
             outputs = [o for o in pytree.tree_leaves(code(variant, bound, args, kwargs)) if isinstance(o, torch.Tensor)]
             outputs = [o for o in outputs if o.requires_grad]
-            torch.autograd.grad(
-                outputs, [hidden, *weights.values()], [torch.ones_like(o) for o in outputs], allow_unused=True
-            )
+            gradients = [random_gradient if o.shape == hidden.shape else torch.ones_like(o) for o in outputs]
+            torch.autograd.grad(outputs, [hidden, *weights.values()], gradients, allow_unused=True)
 
-        def forward() -> None:
-            with torch.no_grad():
-                code("forward", bound, args, kwargs)
+        def layer() -> None:
+            if policy == "recompute":
+                with torch.no_grad():
+                    code("forward", bound, args, kwargs)
+            once(policy)
 
-        if policy == "recompute":
-            return device_seconds(forward, self._device) + device_seconds(lambda: once("recompute"), self._device)
-        return device_seconds(lambda: once(policy), self._device)
+        return sustained_seconds(layer, self._device, len(self._model.groups))
 
     def _code(self, group: int, index: int) -> LayerCode:
         if group not in self._codes:
@@ -462,7 +542,7 @@ def _edge_seconds(structure: Structure, device: torch.device, report: Report, ma
         found = torch.nn.functional.embedding(ids, weights[table_name])
         torch.autograd.grad(found, weights[table_name], torch.ones_like(found))
 
-    return device_seconds(head, device) * count / chunk + device_seconds(embedding, device)
+    return sustained_seconds(head, device, -(-count // chunk)) * count / chunk + device_seconds(embedding, device)
 
 
 def _no_layer(*_: Any) -> Any:

@@ -29,6 +29,8 @@ from megatrain.preflight import (
 from megatrain.resume import Past, past_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from megatrain.data.loader import StepLoader
     from megatrain.data.rows import PackedRows
     from megatrain.executor.engine import HostEngine
@@ -163,14 +165,19 @@ def check_mesh(run: RunConfig) -> Layout:
     """
     from megatrain.config.schema import ActivationsConfig, BatchConfig, MemoryConfig, PrecisionConfig, RunSection
     from megatrain.mesh import launch
-    from megatrain.mesh.layout import Layout
+    from megatrain.mesh.layout import SCHEDULES, Layout
     from megatrain.models.build import find_model_folder, load_model_config
 
     problems = Problems()
     sections = [
         ("memory", run.memory, MemoryConfig(), tuple(MemoryConfig.model_fields)),
         ("batch", run.batch, BatchConfig(tokens_per_step=run.batch.tokens_per_step), ("chunk_rows", "windows")),
-        ("activations", run.activations, ActivationsConfig(), ("segment",)),
+        (
+            "activations",
+            run.activations,
+            ActivationsConfig(),
+            ("segment", "offload", "attention", "mlp", "mlp_chunk_tokens"),
+        ),
         ("precision", run.precision, PrecisionConfig(), ("grad_transport",)),
         ("run", run.run, RunSection(dir=run.run.dir), ("threads",)),
     ]
@@ -180,16 +187,60 @@ def check_mesh(run: RunConfig) -> Layout:
                 problems.found.append(
                     UserError("is a setting of the host engine", f"{section}.{name}", "leave it out with engine: mesh")
                 )
+    for name, value in run.alerts:
+        if value == "rollback":
+            problems.found.append(
+                UserError(
+                    "ranks see different times, and cannot go back each by itself", f"alerts.{name}", "use save or stop"
+                )
+            )
     if run.precision.compute_dtype == "fp16":
         problems.found.append(
             UserError("fp16 is not computed by the mesh engine", "precision.compute_dtype", "use bf16 or fp32")
         )
     layout = Layout(**run.parallel.model_dump())
+    splits = layout.pipeline > 1 and layout.schedule in SCHEDULES and layout.kind.splits_backward
+    if run.activations.policy == "selective" or (run.activations.policy == "recompute" and splits):
+        what = f"is not done with schedule {layout.schedule}" if splits else "is a setting of the host engine"
+        fits = "keep" if splits else "recompute or keep"
+        problems.found.append(UserError(f"{run.activations.policy} {what}", "activations.policy", f"{fits} would fit"))
     with problems.collect():
         config = load_model_config(find_model_folder(run.model.path), run.model.trust_remote_code)
         layout = layout.checked(config, launch.world_size(), run.rows_per_step)
+        _check_mesh_memory(run, layout, config)
     problems.raise_all()
     return layout
+
+
+def _check_mesh_memory(run: RunConfig, layout: Layout, config: PreTrainedConfig) -> None:
+    """Refuse a layout whose parameters, gradients and moments alone are more than a GPU has; on a CPU nothing is known."""
+    import torch
+
+    from megatrain.mesh.memory import memory_problem
+    from megatrain.models.build import build_meta_model
+    from megatrain.models.structure import take_apart
+
+    device_bytes = _gpu_bytes(run)
+    if device_bytes is None:
+        return
+    meta = build_meta_model(config, compute_dtype=torch.float32, trust_remote_code=run.model.trust_remote_code)
+    compute_bytes = 4 if run.precision.compute_dtype == "fp32" else 2
+    problem = memory_problem(take_apart(meta), layout, device_bytes, compute_bytes)
+    if problem is not None:
+        raise UserError(
+            f"this layout does not fit: {problem}", "parallel", "`megatrain plan --world N` ranks those that do"
+        )
+
+
+def _gpu_bytes(run: RunConfig) -> int | None:
+    """Memory of this process's GPU, without starting to use it; None on a CPU."""
+    import torch
+
+    from megatrain.mesh import launch
+
+    if run.run.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(launch.device_of_rank(run.run.device)).total_memory
 
 
 def make_engine(
@@ -229,6 +280,7 @@ def make_engine(
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
+        instruments=for_training and run.metrics.instruments,
         verify="never",  # `prepare` has verified the family
         **(planned_options(run) if for_training else planned),
     )
@@ -238,10 +290,11 @@ def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool) -> Mesh
     from megatrain.mesh.engine import MeshEngine
 
     layout = check_mesh(run)
-    recompute = not (layout.pipeline > 1 and layout.kind.splits_backward)
-    if not recompute:
+    splits = layout.pipeline > 1 and layout.kind.splits_backward
+    recompute = not splits and run.activations.policy != "keep"
+    if splits and run.activations.policy == "auto":
         logger.warning(
-            "activations.policy: recompute was asked for; schedule %s keeps all activations instead", layout.schedule
+            "activations.policy: auto keeps all activations, for schedule %s cannot recompute", layout.schedule
         )
     compute = run.precision.compute_dtype
     assert compute != "fp16", "refused by check_mesh"

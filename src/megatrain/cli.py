@@ -1,4 +1,4 @@
-"""The command line: `megatrain train|check|plan|data|eval RUN.yaml [--section.key value ...]`, and commands of their own form.
+"""The command line: `megatrain train|check|plan|data|eval|trace RUN.yaml [--section.key value ...]`, and more of other forms.
 
 Each command parses its words and calls one public function. Imports of torch and transformers wait until a command needs
 them. Exit codes: 0 done, 2 user error, 3 the run does not fit the machine, 4 numeric stop, 130 interrupted. An error of
@@ -12,10 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain.arguments import parser
 from megatrain.errors import MegatrainError, UserError
 from megatrain.stop import INTERRUPTED
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +59,15 @@ def _run(words: list[str]) -> int:
             raise UserError(f"{arguments.command} takes no keys", overrides[0].flag, "they belong to RUN.yaml")
         (_doctor if arguments.command == "doctor" else _bench)(arguments)
         return 0
+    if arguments.command == "trace" and arguments.shape is not None:
+        if overrides or arguments.config is not None:
+            raise UserError(
+                "trace --shape takes no config", "trace", "give RUN.yaml, or --shape with --rows and --tokens"
+            )
+        _trace_shape(arguments)
+        return 0
+    if arguments.config is None:
+        raise UserError("trace needs RUN.yaml, or --shape", "trace")
     if getattr(arguments, "allow_changes", ()) and arguments.resume is None:
         raise UserError("means nothing without --resume", "--allow-changes", "say where to go on: --resume auto")
     run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
@@ -68,11 +81,18 @@ def _run(words: list[str]) -> int:
 
             check(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "plan":
-            from megatrain.planner.report import plan_json, plan_text
-            from megatrain.planner.run import plan_run
+            (_plan if arguments.world is None else _plan_cluster)(run, arguments)
+        case "trace":
+            from megatrain.trace import trace_run
 
-            made = plan_run(run, machine_file=arguments.machine)
-            _say(plan_json(made) if arguments.json else plan_text(made))
+            trace_run(
+                run,
+                steps=arguments.steps,
+                warmup=arguments.warmup,
+                out=arguments.out,
+                png=arguments.png,
+                save=arguments.save,
+            )
         case "eval":
             from megatrain.evaluate import evaluate_run
 
@@ -82,6 +102,26 @@ def _run(words: list[str]) -> int:
 
             inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
     return 0
+
+
+def _plan(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from megatrain.planner.report import plan_json, plan_text
+    from megatrain.planner.run import plan_run
+
+    made = plan_run(run, machine_file=arguments.machine)
+    _say(plan_json(made) if arguments.json else plan_text(made))
+
+
+def _plan_cluster(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from megatrain.planner.cluster.report import cluster_json, cluster_text
+    from megatrain.planner.cluster.run import plan_cluster_run
+
+    if arguments.machine is None:
+        raise UserError(
+            "needs the figures of a cluster", "--world", "give --machine FILE (docs/machines/h100-cluster.yaml is one)"
+        )
+    made = plan_cluster_run(run, machine_file=arguments.machine, world=arguments.world)
+    _say(cluster_json(made) if arguments.json else cluster_text(made))
 
 
 def _on_a_checkpoint(arguments: argparse.Namespace) -> None:
@@ -159,6 +199,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         device_gib=arguments.device_gib,
         host_gib=arguments.host_gib,
+        device_fraction=arguments.device_fraction,
         machine_file=arguments.machine,
         bounds=not arguments.no_bounds,
         overrides=engine_overrides(arguments.option),
@@ -166,6 +207,27 @@ def _bench(arguments: argparse.Namespace) -> None:
     )
     if arguments.json:
         _say(report_json(report))
+
+
+def _trace_shape(arguments: argparse.Namespace) -> None:
+    from megatrain.bench import engine_overrides
+    from megatrain.trace import trace_shape
+
+    trace_shape(
+        arguments.shape,
+        rows=arguments.rows,
+        tokens=arguments.tokens,
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        out=arguments.out,
+        png=arguments.png,
+        device=arguments.device,
+        device_gib=arguments.device_gib,
+        host_gib=arguments.host_gib,
+        device_fraction=arguments.device_fraction,
+        machine_file=arguments.machine,
+        overrides=engine_overrides(arguments.option),
+    )
 
 
 def _config_file(given: str) -> Path:

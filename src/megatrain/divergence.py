@@ -20,11 +20,13 @@ class Divergence:
         first_step: The first step that was wrong; the weights before it are good as far as anyone knows.
         step: The last.
         what: For people.
+        go_back: Whether the run is to go back whatever `run.on_divergence` says.
     """
 
     first_step: int
     step: int
     what: str
+    go_back: bool = False
 
 
 class DivergenceGuard:

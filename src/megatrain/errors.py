@@ -41,6 +41,15 @@ class NumericStop(MegatrainError):
     exit_code = 4
 
 
+class HostMemoryLow(MegatrainError):
+    """A run came so near to the end of the host's memory that the system would have killed it; its state was saved.
+
+    The message is the ledger.
+    """
+
+    exit_code = 3
+
+
 class EngineClosed(MegatrainError):
     """The engine was closed, by its owner or by an earlier error, and cannot compute any more."""
 

@@ -67,14 +67,14 @@ def utilisation_of(run: RunConfig, model_folder: Path) -> Utilisation | None:
     import torch
 
     from megatrain.executor.settings import compute_dtype_of, device_of
-    from megatrain.machine.probe import known
+    from megatrain.machine.probe import known_machine
     from megatrain.mesh import launch
     from megatrain.models.build import load_model_config
     from megatrain.planner.shape import shape_of
 
     device = device_of(run.run.device)
     compute = compute_dtype_of(run.precision.compute_dtype, device)
-    machine = known(device) if device.type == "cuda" else None
+    machine = known_machine(device) if device.type == "cuda" else None
     if machine is None or compute not in (torch.bfloat16, torch.float16):
         return None
     devices = launch.world_size() if run.engine == "mesh" else 1

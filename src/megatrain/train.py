@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import psutil
 
@@ -29,9 +29,13 @@ from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
-from megatrain.errors import MegatrainError, NumericStop, counted
+from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, counted
 from megatrain.evaluate import EvalSummary, evaluate
+from megatrain.host.watermark import HostWatermark
+from megatrain.machine.probe import known_machine
+from megatrain.metrics.alerts import Alert, AlertWatch, Rule
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.metrics.pipeline import PipelineRecord, with_shares
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
@@ -43,8 +47,6 @@ from megatrain.stop import StopSignals
 
 if TYPE_CHECKING:
     import torch
-
-    from megatrain.data.loader import StepLoader
 
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ def train(
         UserError: Something given is wrong; all problems at once, before anything is loaded or written.
         PlanRefused: The run does not fit the machine.
         NumericStop: The run has diverged, and may not go back (any more).
+        HostMemoryLow: The host's memory came to its end; the state was saved.
         KeyboardInterrupt: A second SIGINT or SIGTERM.
     """
     quiet_libraries()
@@ -177,6 +180,13 @@ class Loop:
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
         self.saves = RunSaves(engine, folder, self.run_config.checkpoint, self._extra, self.step, prepared.start_from)
+        self.alerts = AlertWatch(
+            {rule: getattr(self.run_config.alerts, rule) for rule in get_args(Rule)},
+            self.run_config.alerts.steps,
+            self.run_config.memory.device_fraction,
+        )
+        self.machine = known_machine(self.run_config.run.device)
+        self.memory_low: HostMemoryLow | None = None
         self.process = psutil.Process()
         self.started_s = time.perf_counter()
         if prepared.start_from is not None:
@@ -186,8 +196,13 @@ class Loop:
     def run(self) -> TrainSummary:
         config = self.run_config
         self._write_config()
-        while (diverged := self._one_history()) is not None:
-            self._go_back(diverged)
+        try:
+            while (diverged := self._one_history()) is not None:
+                self._go_back(diverged)
+        except HostMemoryLow:
+            self.log.warning(f"host memory is at its end: saving step {self.step} before the run ends")
+            self.saves.finish(self.step)
+            raise
         if self.stop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
         else:
@@ -245,10 +260,11 @@ class Loop:
                 "learning rates of steps already taken)"
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
-        with _Prefetcher(self.loader, first, end) as batches:
+        reserve = HostWatermark(int(config.memory.host_reserve_gib * 2**30), self._host_memory_is_low)
+        with Prefetcher(self.loader, first, end) as batches, reserve:
             while self.step < self.total_steps and not self._asked_to_stop():
+                record = self._train_one(batches, self.step + 1)
                 self.step += 1
-                record = self._train_one(batches)
                 self._after_step()
                 self.log.step(record, self.total_steps)
                 last = self.step == self.total_steps
@@ -257,9 +273,11 @@ class Loop:
                 self._record(metrics, record)
                 plot.update(self.history)
                 self.saves.report()
-                diverged = self.guard.look(record)
+                diverged = self.guard.look(record) or self._act_on(self.alerts.look(record))
                 if diverged is not None:
                     return diverged
+                if self.memory_low is not None:
+                    raise self.memory_low
                 if _due(config.checkpoint.weights_every_steps, self.step):
                     self.saves.save_weights(
                         self.step
@@ -279,12 +297,12 @@ class Loop:
             self.stop.request(f"the file {self.folder.path / 'stop'}")
         return bool(self.stop)
 
-    def _train_one(self, batches: _Prefetcher) -> StepRecord:
+    def _train_one(self, batches: Prefetcher, step: int) -> StepRecord:
         """One optimizer step; see [Note: what a step number means]."""
         start = time.perf_counter()
         batch, row_numbers = batches.next()
         data_wait_s = time.perf_counter() - start
-        learning_rate = self.learning_rate_at(self.step - 1)
+        learning_rate = self.learning_rate_at(step - 1)
         result = self.engine.train_step(batch, learning_rate=learning_rate)
         step_s = time.perf_counter() - start
 
@@ -294,11 +312,11 @@ class Loop:
         processed = int(documents.sum())
         if result.tokens == 0:
             places = ", ".join(place for row in row_numbers for place in rows.places(row))
-            self.log.warning(f"step {self.step}: no target token in its samples, nothing was changed: {places}")
+            self.log.warning(f"step {step}: no target token in its samples, nothing was changed: {places}")
         before = self.history[-1].skipped_steps if self.history else 0
         return StepRecord(
-            step=self.step,
-            epoch=(self.step + self.data_offset) / self.loader.steps_per_epoch,
+            step=step,
+            epoch=(step + self.data_offset) / self.loader.steps_per_epoch,
             loss=_finite(result.loss),
             grad_norm=_finite(result.grad_norm),
             learning_rate=learning_rate,
@@ -313,8 +331,45 @@ class Loop:
             mfu=self.utilisation.mfu(documents, result.tokens, step_s) if self.utilisation is not None else None,
             skipped=skipped,
             skipped_steps=before + bool(skipped),
+            pipeline=self._pipeline(result.pipeline, data_wait_s),
             **self._now(),
         )
+
+    def _pipeline(self, found: PipelineRecord | None, data_wait_s: float) -> PipelineRecord | None:
+        """The engine's figures with what it cannot know: shares of the machine's measured rates, and the wait for data."""
+        if found is None:
+            return None
+        machine = self.machine
+        found = with_shares(
+            found,
+            h2d_gbps=machine.h2d_gbps if machine and machine.device_gib else None,
+            d2h_gbps=machine.d2h_gbps if machine and machine.device_gib else None,
+            host_gbps=machine.host_bandwidth_gbps if machine else None,
+        )
+        return replace(found, waited_s={**found.waited_s, "data": data_wait_s})
+
+    def _act_on(self, alerts: Sequence[Alert]) -> Divergence | None:
+        """Say what the rules have found, and do what the config wants done then."""
+        for alert in alerts:
+            action = getattr(self.run_config.alerts, f"{alert.rule}_action")
+            self.log.warning(f"step {self.step}: alert {alert.rule}: {alert.text}")
+            if action == "rollback":
+                what = f"alert {alert.rule} (alerts.{alert.rule}_action: rollback)"
+                return Divergence(self.step, self.step, what, go_back=True)
+            if action == "save":
+                self._save_for_an_alert()
+            if action == "stop":
+                self.stop.request(f"the alert {alert.rule}")
+        return None
+
+    def _save_for_an_alert(self) -> None:
+        self.saves.save(self.step)
+
+    def _host_memory_is_low(self, left: int) -> None:
+        """In the watermark's thread: the step in progress is dropped, or finished where it cannot be; see `run`."""
+        error = HostMemoryLow(_host_ledger(left, self.engine.memory(), self.process, self.run_config))
+        if not getattr(self.engine, "interrupt", lambda _: False)(error):
+            self.memory_low = error
 
     def _before_first_step(self) -> StepRecord:
         return StepRecord(
@@ -374,7 +429,8 @@ class Loop:
         run = self.run_config.run
         self.saves.settle()
         target = latest_complete(self.folder.checkpoints, before_step=diverged.first_step)
-        if run.on_divergence == "stop" or self.rollbacks >= run.max_rollbacks or target is None:
+        may = run.on_divergence == "rollback" or diverged.go_back
+        if not may or self.rollbacks >= run.max_rollbacks or target is None:
             raise NumericStop(_why_it_stops(diverged, target, self.rollbacks, self.run_config))
         extra = self.engine.load(target, wait=False)
         back_to = int(extra["step"])
@@ -426,18 +482,25 @@ class NoOutput:
         pass
 
 
-class _Prefetcher:
+class Batches(Protocol):
+    """What the prefetcher needs of a `StepLoader`."""
+
+    def batch(self, step: int, /) -> dict[str, torch.Tensor]: ...
+    def rows_of(self, step: int, /) -> Any: ...
+
+
+class Prefetcher:
     """Batches in the order of the steps, each made by a thread while the step before it is computed.
 
     An error of the thread is raised by the `next` that would have returned its batch.
     """
 
-    def __init__(self, loader: StepLoader, first: int, end: int):
+    def __init__(self, loader: Batches, first: int, end: int):
         self._loader, self._position, self._end = loader, first, end
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: Future[tuple[dict[str, torch.Tensor], list[int]]] | None = None
 
-    def __enter__(self) -> _Prefetcher:
+    def __enter__(self) -> Prefetcher:
         self._start()
         return self
 
@@ -463,6 +526,21 @@ class _Prefetcher:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _host_ledger(left: int, memory: Mapping[str, int], process: psutil.Process, config: RunConfig) -> str:
+    reserve = config.memory.host_reserve_gib
+    lines = {
+        "left, of all groups and of the system": left,
+        "of this process (resident set)": process.memory_info().rss,
+        **{name.replace("host_", "in it: "): size for name, size in memory.items() if name.startswith("host_")},
+    }
+    table = "\n".join(f"    {size / 2**30:10.3f} GiB  {name}" for name, size in lines.items() if size)
+    return (
+        f"host memory is below memory.host_reserve_gib: {reserve:g}; the run was saved and ended before the system kills it\n"
+        f"{table}\n  -> end what else runs here, or take less: memory.host_gib, activations.offload: off, fewer rows a step "
+        "(batch.tokens_per_step); then go on with --resume auto"
+    )
 
 
 def _last_words(summary: TrainSummary, folder: RunFolder) -> str:

@@ -21,6 +21,7 @@ from hosted import as_bits
 from megatrain.checkpoint import background, files, reader
 from megatrain.checkpoint.background import RunningSave, SaveCancelled, UnitState
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
+from megatrain.device.copier import HostReader
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor.engine import HostEngine
 from megatrain.optim.adamw import AdamW
@@ -86,21 +87,19 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def writer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer of a save starts only when an update has asked for a unit: so some unit is certain to be copied."""
-    asked = threading.Event()
-    claim, write = RunningSave._claim, background.write_planned
+    """The writer of a save starts only when a unit has been copied."""
+    copied = threading.Event()
+    ended, write = RunningSave._copy_ended, background.write_planned
 
-    def claiming(self: RunningSave, unit: str) -> bool:
-        try:
-            return claim(self, unit)
-        finally:
-            asked.set()
+    def copying(self: RunningSave, *arguments: Any) -> None:
+        ended(self, *arguments)
+        copied.set()
 
     def writing(*arguments: Any) -> float:
-        assert asked.wait(60)
+        assert copied.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(RunningSave, "_claim", claiming)
+    monkeypatch.setattr(RunningSave, "_copy_ended", copying)
     monkeypatch.setattr(background, "write_planned", writing)
 
 
@@ -144,6 +143,43 @@ def test_any_placement_reads_any_others(tmp_path: Path) -> None:
             other.load(tmp_path / "ckpt", wait=False)
             for name, master in other.named_parameters():
                 assert torch.equal(master, wanted[name]), name
+
+
+@pytest.mark.parametrize("placement", ["host", "resident", "partly resident"])
+def test_units_are_copied_before_anybody_asks(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the writer held: all that is there for it was copied ahead."""
+    go_on, write = threading.Event(), background.write_planned
+    monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
+    with engine_of(**PLACEMENTS[placement]) as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        save._ahead.join(30)
+        assert set(save._states.values()) == {UnitState.COPIED}
+        assert save.progress().copied_bytes == sum(
+            plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values()
+        )
+        train(engine, data(2))
+        go_on.set()
+        save.result()
+
+
+def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with engine_of(resident="all", kept="all") as engine:
+        train(engine, data(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(HostReader, "read", no_memory)
+            save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+            save._ahead.join(30)
+            with pytest.raises(OSError, match="no memory"):
+                save.result(30)
+        train(engine, data(2))
+        assert not (tmp_path / "one").exists()
+        engine.save(tmp_path / "two")
 
 
 def test_copies_are_bounded(

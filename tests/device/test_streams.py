@@ -15,7 +15,7 @@ def test_the_cpu_has_no_streams_and_its_events_have_always_happened() -> None:
     assert not streams.cuda
     assert (streams.compute, streams.h2d, streams.d2h) == (None, None, None)
     event = streams.event()
-    streams.compute_waits(event)
+    streams.compute_waits(event, "weights")
     streams.mark_compute(event)
     event.synchronize()
     streams.synchronize()

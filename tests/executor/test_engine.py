@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from families import BY_NAME, batch, build
 from megatrain.device.offload import InputStore
@@ -298,6 +298,7 @@ def test_any_number_of_slots_gives_the_same_bits() -> None:
         {"kept": (1, 3), "selective": (0,), "resident": ("layer.1", "head")},
         {"offloaded": "all"},
         {"offloaded": (1, 2), "kept": (0,)},
+        {"offloaded": "all", "kept": (0, 1, 3), "selective": (2,), "resident": ("layer.0", "layer.1")},
     ],
     ids=str,
 )
@@ -315,20 +316,21 @@ def test_placement_and_activation_policy_do_not_change_a_bit(
     assert_same(runs[0][1], runs[1][1])
 
 
+@pytest.mark.parametrize("kept", [(), "all"])
 @pytest.mark.parametrize("chunk_rows", [2, 4])
-def test_an_offloaded_input_is_let_go_at_once(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_input_is_let_go_at_once(chunk_rows: int, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a layer's input goes to the host, only the latest one before it may still be alive on the device."""
-    sent: list[weakref.ref[torch.Tensor]] = []
+    sent: list[StorageWeakRef] = []
     alive: list[int] = []
     put = InputStore.put
 
     def watched(store: InputStore, layer: int, tensor: torch.Tensor) -> None:
         put(store, layer, tensor)
-        alive.append(sum(reference() is not None for reference in sent))
-        sent.append(weakref.ref(tensor))
+        alive.append(sum(not storage.expired() for storage in sent))
+        sent.append(StorageWeakRef(tensor.untyped_storage()))
 
     monkeypatch.setattr(InputStore, "put", watched)
-    with engine_of(build(LLAMA, seed=0), offloaded="all", chunk_rows=chunk_rows) as engine:
+    with engine_of(build(LLAMA, seed=0), offloaded="all", kept=kept, chunk_rows=chunk_rows) as engine:
         engine.train_step(rows_of())
     assert len(sent) >= 3
     assert max(alive) <= 1

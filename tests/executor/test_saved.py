@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from families import BY_NAME, build
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors, entrance
 from megatrain.host.layout import FlatLayout
 
 
@@ -24,11 +28,11 @@ def gradients(module: nn.Module, x: torch.Tensor, offset: int | None) -> tuple[d
     if offset is None:
         out = functional_call(module, leaves, (x,))
     else:
-        moving = MovingWeights(slot)
+        moving = MovingTensors({"weights": slot})
         with moving.left_out():
             out = functional_call(module, leaves, (x,))
-        moving.now = torch.full((offset + layout.numel,), float("nan"))[offset:]
-        moving.now.copy_(slot)
+        now = torch.full((offset + layout.numel,), float("nan"))[offset:]
+        moving.now = {"weights": now.copy_(slot)}
         slot.fill_(float("nan"))
     found = torch.autograd.grad(out, [x, *leaves.values()], torch.ones_like(out))
     return dict(zip(leaves, found[1:], strict=True)), found[0]
@@ -72,7 +76,7 @@ def test_hugging_face_s_mlps_are_read_through_the_hooks(name: str) -> None:
 
 def test_nothing_of_the_slot_is_saved_and_activations_are() -> None:
     slot = torch.randn(64)
-    moving = MovingWeights(slot)
+    moving = MovingTensors({"weights": slot})
     packed = moving._pack(slot[16:32].view(4, 4).t())
     assert not isinstance(packed, torch.Tensor)
     assert (tuple(packed.size), packed.stride, packed.offset) == ((4, 4), (1, 4), 16)
@@ -83,7 +87,7 @@ def test_nothing_of_the_slot_is_saved_and_activations_are() -> None:
 
 def test_a_backward_before_the_weights_are_back_is_a_bug() -> None:
     slot = torch.randn(16)
-    moving, x = MovingWeights(slot), torch.randn(16, requires_grad=True)
+    moving, x = MovingTensors({"weights": slot}), torch.randn(16, requires_grad=True)
     with moving.left_out():
         out = (x * slot).sum()
     with pytest.raises(AssertionError, match="not back yet"):
@@ -94,4 +98,24 @@ def test_another_type_at_the_slot_s_address_is_not_taken_for_weights() -> None:
     """A view of the slot's bytes as another type cannot be found again by counting elements."""
     slot = torch.randn(16)
     view = slot.view(torch.int16)
-    assert MovingWeights(slot)._pack(view) is view
+    assert MovingTensors({"weights": slot})._pack(view) is view
+
+
+def test_a_graph_with_an_entrance_holds_neither_its_input_nor_its_output() -> None:
+    """And its gradients are those of a graph that does."""
+    x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+    leaf = x.clone().requires_grad_()
+    want = torch.autograd.grad(torch.tanh(leaf.square() @ weight) + leaf, [leaf, weight], torch.ones_like(x))
+    hidden = x.clone()
+    moving = MovingTensors({"input": hidden})
+    entered = entrance(hidden)
+    with moving.left_out():
+        out = torch.tanh(entered.square() @ weight) + entered
+    root, edge = get_gradient_edge(out), get_gradient_edge(entered)
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (hidden, out)]
+    del hidden, entered, out
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
+    moving.now = {"input": x.clone()}
+    got = torch.autograd.grad([root], [edge, weight], [torch.ones_like(x)])
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))

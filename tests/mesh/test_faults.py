@@ -24,7 +24,7 @@ def no_tie_sync() -> None:
 
 
 def local_norm() -> None:
-    """Each rank clips by the norm of what it holds itself."""
+    """Case 40: each rank clips by the norm of what it holds itself."""
     finish = gradients.Gradients.finish
 
     def local_finish(self, loss):

@@ -57,10 +57,18 @@ def test_problems(layout, words):
 
 
 def test_families_without_a_tensor_plan_are_refused_by_name():
-    mixtral = families.config(families.BY_NAME["mixtral"])
-    assert any("moe_tp_experts" in p for p in Layout(tensor=2).problems(mixtral, world=2))
+    deepseek = families.config(families.BY_NAME["deepseek_v3"])
+    assert any("deepseek_v3 has not been proven with tensor" in p for p in Layout(tensor=2).problems(deepseek, world=2))
     gpt2 = families.config(families.BY_NAME["gpt2"])
     assert any("no tensor-parallel plan" in p for p in Layout(tensor=2).problems(gpt2, world=2))
+
+
+def test_experts_divide_by_tensor():
+    mixtral = families.config(families.BY_NAME["mixtral"])
+    assert Layout(tensor=2).problems(mixtral, world=2) == []
+    mixtral.num_local_experts = 5
+    problems = Layout(tensor=2).problems(mixtral, world=2)
+    assert "num_local_experts 5 is not a multiple of tensor 2; tensor 1 or 5 would fit" in problems
 
 
 def test_context_parallel_refuses_layers_it_cannot_split():

@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ruamel.yaml import YAML
 
 import mesh_ranks as ranks
+from megatrain.check import make_engine
 from megatrain.cli import main
+from megatrain.config.load import load_config
 from megatrain.metrics.record import read_records
 from tiny_run import config, prepare
 
@@ -120,6 +123,51 @@ def test_a_bad_layout_is_refused_with_all_reasons_and_nothing_written(
     ):
         assert reason in said, said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_layout_whose_state_is_more_than_a_gpu_has_is_refused(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["megatrain.check"], "_gpu_bytes", lambda run: 1 << 20)
+    assert train(files, tmp_path / "run", "--batch.windows=2") == 2
+    said = capsys.readouterr().err
+    assert "batch.windows: is a setting of the host engine" in said
+    assert "pipeline rank 0 needs" in said and "before any activation" in said and "plan --world" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--activations.policy=selective",), "selective is a setting of the host engine"),
+        (
+            ("--activations.policy=recompute", "--parallel.pipeline=2", "--parallel.schedule=zb1p"),
+            "recompute is not done with schedule zb1p",
+        ),
+        (("--activations.offload=on",), "activations.offload: is a setting of the host engine"),
+    ],
+)
+def test_what_the_engine_does_not_do_with_activations_is_refused(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+) -> None:
+    assert train(files, tmp_path / "run", *words) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule", "recompute"),
+    [("auto", "1f1b", True), ("recompute", "1f1b", True), ("keep", "1f1b", False), ("auto", "zb1p", False)],
+)
+def test_the_policy_of_activations_reaches_the_engine(
+    files: Path, monkeypatch: pytest.MonkeyPatch, policy: str, schedule: str, recompute: bool
+) -> None:
+    words = [f"activations.policy={policy}", "parallel.pipeline=2", f"parallel.schedule={schedule}"]
+    run = load_config(files / "mesh.yaml", words)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("megatrain.mesh.engine.MeshEngine", lambda *args, **kwargs: given.update(kwargs))
+    make_engine(run, Path(run.model.path))
+    assert given["recompute"] is recompute
 
 
 def test_evaluation_alone_is_the_host_engines(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,9 +206,18 @@ def test_a_streamed_stack_is_a_module_list_like_hugging_face_s() -> None:
 def test_packed_rows_take_flex_attention_where_the_family_has_it(name: str, packed: str) -> None:
     """Gemma 2 was asked for eager attention; Youtu's heads are of a size that flex kernels do not take."""
     plain = BY_NAME[name].attention
-    for packed_flex, wanted in ((True, packed), (False, plain)):
-        world = World(build(BY_NAME[name], seed=0), packed_flex=packed_flex)
-        world.shell.choose_attention(packed=True)
+    for flex, wanted in ((True, packed), (False, plain)):
+        world = World(build(BY_NAME[name], seed=0), flex=flex)
+        world.shell.choose_attention(packed=True, tokens=4)
         assert world.model.config._attn_implementation == wanted
-        world.shell.choose_attention(packed=False)
+        world.shell.choose_attention(packed=False, tokens=4)
         assert world.model.config._attn_implementation == plain
+
+
+@pytest.mark.parametrize(("name", "window"), [("mistral", 8), ("olmo3", 8), ("llama", None)])
+def test_rows_longer_than_a_layer_s_window_take_flex_attention(name: str, window: int | None) -> None:
+    """sdpa would be given a mask of T x T entries for them."""
+    world = World(build(BY_NAME[name], seed=0), flex=True)
+    for tokens, wanted in ((7, "sdpa"), (1 << 18, "sdpa" if window is None else "flex_attention")):
+        world.shell.choose_attention(packed=False, tokens=tokens)
+        assert world.model.config._attn_implementation == wanted

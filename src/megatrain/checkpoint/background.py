@@ -9,8 +9,10 @@ it names:
     WRITING   the writer reads the planes; an update waits
     DONE      on its way to the disk, or the save has ended: updates go on
 An update that finds its unit PENDING and no room for a copy waits: for room, or for the writer. The writer takes copies first,
-because each frees room. A unit that lives on the device is always copied before it is written, so it is never WRITING: the
-writer copies it when its turn comes, or the thread that launches its next update does.
+because each frees room. A thread of its own copies ahead, as far as there is room: units on the device first, then the others,
+in the order in which the next updates will come. The next forward and backward only read the planes meanwhile, and the link to
+the host has room. A unit on the device is always copied before it is written: where that thread has not reached it, the writer
+does it, or the thread that launches the unit's next update.
 
 Nothing waits in a circle: the writer waits only for updates of step n, which were all submitted before the save began, and
 updates wait only for the writer.
@@ -18,6 +20,7 @@ updates wait only for the writer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -32,7 +35,9 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.checkpoint.writer import SavePlan, write_planned
+from megatrain.device.copier import HostReader
 from megatrain.errors import MegatrainError, UserError
+from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
 
@@ -108,7 +113,7 @@ class RunningSave:
         updates: Unit name -> its update of the step that is saved, where it may still run.
         buffer_bytes: Most bytes of copies that exist at the same time. At least one unit is always let in.
         then: Called in the thread when the checkpoint is whole and read back; its errors are the save's.
-        device: Where resident units live.
+        reader: Copies resident units to the host.
     """
 
     def __init__(
@@ -118,23 +123,26 @@ class RunningSave:
         updates: Mapping[str, Future[None]],
         buffer_bytes: int,
         then: Callable[[], object] = lambda: None,
-        device: torch.device | None = None,
+        reader: HostReader | None = None,
     ):
         self.plan = plan
         self._store, self._updates, self._buffer_bytes, self._then = store, dict(updates), buffer_bytes, then
-        self._device = device
+        self._reader = reader or HostReader(torch.device("cpu"))
         self._changed = threading.Condition()
         self._states = {unit.name: UnitState.PENDING for unit in plan.units}
         self._copies: dict[str, UnitPlanes] = {}
         self._room_taken = 0
         self._cancelled = False
         self._error: BaseException | None = None
+        self._ahead_error: BaseException | None = None
         self._seen = False  # whether the owner has been given the error
         self._written_bytes = self._copied_bytes = 0
         self._waited_s = self._read_back_s = 0.0
         self._started, self._seconds = time.perf_counter(), 0.0
         # A daemon: a process that must end does not wait for a disk that hangs. `result` and the engine's close wait.
         self._thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
+        self._ahead = threading.Thread(target=self._copy_ahead, name="checkpoint-copy", daemon=True)
+        self._ahead.start()
         self._thread.start()
 
     @property
@@ -207,8 +215,9 @@ class RunningSave:
     def protect_now(self, unit: str) -> None:
         """The same for a unit on the device, before its update is launched. Blocks until the copy is made."""
         if self._claim(unit):
-            planes = self._store.units[unit]
-            self._copy_ended(unit, _copy_of(planes))
+            started = time.perf_counter()
+            self._copy_ended(unit, self._copy_of(self._store.units[unit]))
+            self._waited_s += time.perf_counter() - started
 
     def _claim(self, unit: str) -> bool:
         """Wait until the unit may be changed once it is copied (True), or as it is (False)."""
@@ -218,15 +227,19 @@ class RunningSave:
             self._waited_s += time.perf_counter() - started
             if self._states.get(unit) is not UnitState.PENDING:
                 return False
-            planes = self._store.units[unit]
-            self._states[unit] = UnitState.COPYING
-            size = _state_bytes(planes)
-            self._room_taken += size
-            self._copied_bytes += size
-            if not planes.resident:
-                empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
-                self._copies[unit] = UnitPlanes(unit, planes.layout, **{"lo": None, **empty})
+            self._begin_copy(unit)
             return True
+
+    def _begin_copy(self, unit: str) -> None:
+        """Under the lock, for a unit that is PENDING and has room."""
+        planes = self._store.units[unit]
+        self._states[unit] = UnitState.COPYING
+        size = _state_bytes(planes)
+        self._room_taken += size
+        self._copied_bytes += size
+        if not planes.resident:
+            empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
+            self._copies[unit] = UnitPlanes(unit, planes.layout, **{"lo": None, **empty})
 
     def _may_pass(self, unit: str) -> bool:
         """Under the lock."""
@@ -253,6 +266,42 @@ class RunningSave:
                 self._states[unit] = UnitState.COPIED
                 self._changed.notify_all()
 
+    # ---------------------------------------------------------------- copying ahead
+
+    def _copy_ahead(self) -> None:
+        """Copy units while nobody has asked for them, as far as there is room. Ends when none is left."""
+        while (unit := self._next_to_copy()) is not None:
+            try:
+                update = self._updates.get(unit)
+                if update is not None:
+                    update.result()
+                planes = self._store.units[unit]
+                if planes.resident:
+                    self._copy_ended(unit, self._copy_of(planes))
+                else:
+                    self._copy_piece(unit, 0, planes.layout.numel)
+                    self._copy_ended(unit)
+            except BaseException as error:  # noqa: BLE001  the save ends with it
+                with self._changed:
+                    self._ahead_error, self._cancelled = error, True
+                    self._states[unit] = UnitState.DONE  # not to be written any more: its update goes on
+                    self._changed.notify_all()
+                return
+
+    def _next_to_copy(self) -> str | None:
+        """Claim the first unit that nobody has touched, when there is room for it. None when there is none left."""
+        with self._changed:
+            while not self._cancelled:
+                pending = [name for name, state in self._states.items() if state is UnitState.PENDING]
+                if not pending:
+                    return None
+                name = next((n for n in pending if self._store.units[n].resident), pending[0])
+                if self._may_pass(name):
+                    self._begin_copy(name)
+                    return name
+                self._changed.wait()
+            return None
+
     # ---------------------------------------------------------------- the writer's side
 
     def _run(self) -> None:
@@ -267,6 +316,8 @@ class RunningSave:
             self._states = dict.fromkeys(self._states, UnitState.DONE)
             self._copies.clear()
             self._changed.notify_all()
+        self._ahead.join()  # it may be in the middle of a unit; whoever waits for the save may close the reader
+        self._error = self._ahead_error or self._error
 
     def _count(self, count: int) -> None:
         self._written_bytes += count
@@ -307,11 +358,18 @@ class RunningSave:
         planes = self._store.units[name]
         if not planes.resident:
             return planes
-        copy = _copy_of(planes, self._device)
+        copy = self._copy_of(planes)
         with self._changed:
             self._states[name] = UnitState.DONE  # what is written is the copy
             self._changed.notify_all()
         return copy
+
+    def _copy_of(self, planes: UnitPlanes) -> UnitPlanes:
+        """A copy of a resident unit on the host. Its planes must be at rest."""
+        copies = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
+        for kind, plane in planes.state().items():
+            self._reader.read(copies[kind], plane)
+        return UnitPlanes(planes.name, planes.layout, **{"lo": None, **copies})
 
     def _written(self, name: str) -> None:
         with self._changed:
@@ -322,8 +380,10 @@ class RunningSave:
 
 
 def default_buffer_bytes(store: HostStore) -> int:
-    """Room for copies where nothing is asked for: two units of the largest kind."""
-    return 2 * max(_state_bytes(planes) for planes in store.units.values())
+    """Room for copies where nothing is asked for: all of the state, as far as half of the host memory that nobody uses now
+    goes, and two units of the largest kind at least."""
+    sizes = [_state_bytes(planes) for planes in store.units.values()]
+    return max(2 * max(sizes), min(sum(sizes), available_host_bytes() // 2))
 
 
 def explain(error: BaseException) -> UserError:
@@ -342,17 +402,8 @@ def _mapped_like(plane: torch.Tensor) -> torch.Tensor:
     From the heap, memory that changing threads have used would stay with the process."""
     if plane.numel() == 0:
         return torch.empty_like(plane, device="cpu")
-    return torch.frombuffer(mmap.mmap(-1, plane.nbytes), dtype=plane.dtype, count=plane.numel())
-
-
-def _copy_of(planes: UnitPlanes, device: torch.device | None = None) -> UnitPlanes:
-    """A copy on the host. With a CUDA device given, on a stream of its own: it does not wait for kernels in the queue,
-    so the planes must be at rest there too."""
-    if device is not None and device.type == "cuda":
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            copies = {kind: _mapped_like(plane).copy_(plane) for kind, plane in planes.state().items()}
-        stream.synchronize()
-    else:
-        copies = {kind: _mapped_like(plane).copy_(plane) for kind, plane in planes.state().items()}
-    return UnitPlanes(planes.name, planes.layout, **{"lo": None, **copies})
+    memory = mmap.mmap(-1, plane.nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=plane.dtype, count=plane.numel())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint.background import RunningSave, SaveCancelled, default_buffer_bytes, explain
 from megatrain.checkpoint.reader import OpenCheckpoint, RunningLoad
 from megatrain.checkpoint.writer import plan_save
+from megatrain.device.copier import HostReader
 from megatrain.errors import UserError
 from megatrain.host.store import HostStore
 from megatrain.models.conversion import unit_of_names
@@ -58,6 +59,7 @@ class CheckpointDesk:
         self._twin: Structure | None = None
         self._owners: dict[str, str] = {}  # full name -> unit, of parameters and persistent buffers
         self._on_error: OnError = "stop"
+        self._reader: HostReader | None = None  # made by the first save
         self.saving: RunningSave | None = None
         self.loading: RunningLoad | None = None
 
@@ -69,12 +71,13 @@ class CheckpointDesk:
         state: Mapping[str, Any],
         updates: Mapping[str, Future[None]],
         *,
+        wait: bool,
         weights_only: bool,
         on_error: OnError,
         buffer_bytes: int | None,
         then: Callable[[], object],
     ) -> RunningSave:
-        """Begin a save, behind the one that may still run. See `HostEngine.save`."""
+        """Begin a save, behind the one that may still run. See `HostEngine.save`; nobody trains meanwhile if it waits."""
         self.wait_saved()
         twin = self._checkpoint_structure()
         assert isinstance(twin.model, PreTrainedModel)
@@ -89,9 +92,12 @@ class CheckpointDesk:
             weights_only=weights_only,
             model=twin.model,
         )
-        limit = default_buffer_bytes(self._store) if buffer_bytes is None else buffer_bytes
+        if buffer_bytes is None:  # with nobody training, one unit's copy at a time is as fast
+            buffer_bytes = 0 if wait else default_buffer_bytes(self._store)
         self._on_error = on_error
-        self.saving = RunningSave(plan, self._store, updates, limit, then, self._device)
+        if self._reader is None:
+            self._reader = HostReader(self._device if self._store.resident_bytes else torch.device("cpu"))
+        self.saving = RunningSave(plan, self._store, updates, buffer_bytes, then, self._reader)
         return self.saving
 
     def look_at_save(self) -> None:
@@ -166,6 +172,8 @@ class CheckpointDesk:
             if error is not None and not isinstance(error, SaveCancelled):
                 logger.error("the checkpoint was not saved: %s", explain(error))
             self.saving = None
+        if self._reader is not None:
+            self._reader.close()
 
     # ---------------------------------------------------------------- small parts
 

@@ -39,8 +39,10 @@ MANIFEST_FILE = "manifest.json"
 MARKER_FILE = ".megatrain-partial"
 PIECE_BYTES = 32 << 20
 READ_BACK_THREADS = 4
-UNSYNCED_FILES = 2
-"""Files that may wait for their fsync while the next one is written; bounds the dirty pages in the page cache."""
+FLUSH_BYTES = 128 << 20
+"""So much of a file is sent to the disk while the rest is being written: the disk never waits for a file to end."""
+UNSYNCED = 3
+"""Flushes and files that may wait for the disk while the next ones are written; bounds the dirty pages in the page cache."""
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -259,11 +261,13 @@ class FolderWriter:
         self.read_back_s = time.perf_counter() - started
 
     def _file(self, name: str) -> _OpenFile:
-        self._wait_for_syncs(UNSYNCED_FILES)
+        self._wait_for_syncs(UNSYNCED)
         return _OpenFile(self, name)
 
-    def _sync_later(self, name: str, fd: int) -> None:
-        self._syncs.append((name, self._sync_thread.submit(_sync_and_close, fd)))
+    def _sync_later(self, name: str, fd: int, flush: Callable[[int], None]) -> None:
+        """Have `flush(fd)` called in the thread that does so in order."""
+        self._wait_for_syncs(UNSYNCED)
+        self._syncs.append((name, self._sync_thread.submit(flush, fd)))
 
     def _wait_for_syncs(self, left: int) -> None:
         while len(self._syncs) > left:
@@ -284,6 +288,7 @@ class _OpenFile:
     def __init__(self, folder: FolderWriter, name: str):
         self._folder, self._name, self.size = folder, name, 0
         self._fd = -1
+        self._flushed = 0
 
     def __enter__(self) -> _OpenFile:
         path = self._folder.temp / self._name
@@ -298,9 +303,9 @@ class _OpenFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._folder._sync_later(self._name, self._fd)
+            self._folder._sync_later(self._name, self._fd, _sync_and_close)
         else:
-            os.close(self._fd)
+            self._folder._sync_thread.submit(os.close, self._fd)  # behind its flushes
 
     def seek(self, offset: int) -> None:
         """Let the next `append` write there; each byte of the file is to be written once."""
@@ -326,6 +331,9 @@ class _OpenFile:
                 self._folder.on_bytes(written)
         except OSError as error:
             raise _refused(error, self._folder.target / self._name) from error
+        if self.size - self._flushed >= FLUSH_BYTES:
+            self._flushed = self.size
+            self._folder._sync_later(self._name, self._fd, os.fdatasync)
 
 
 class SafetensorsReader:

@@ -269,6 +269,14 @@ class MemoryConfig(Section):
         description="host memory that the run may use [GiB]; auto: what is available, container limits included",
     )
     device_gib: GiB = Field(default="auto", description="device memory that the run may use [GiB]; auto: what is free")
+    device_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=0.92, description="share of that memory that the plan fills; the rest is for what no formula sees"
+    )
+    host_reserve_gib: Annotated[Float, Field(ge=0)] = Field(
+        default=0.5,
+        description="host memory that must stay available [GiB]: the plan leaves it free, and a run that comes below it saves "
+        "and ends (exit code 3) before the system kills it",
+    )
 
 
 class ActivationsConfig(Section):
@@ -279,6 +287,20 @@ class ActivationsConfig(Section):
         description="keep: all that the backward needs; selective: matrix products and attention, cheap work is done again; "
         "recompute: each layer's input, the rest is computed again; auto: per layer, as the plan finds it fastest "
         "(on the CPU recompute)",
+    )
+    attention: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="of recomputed layers: keep: what attention gave stays, all else is done again (in long rows attention "
+        "is most of the work); recompute: not even that; auto: as policy says, or the plan",
+    )
+    mlp: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="likewise for the products of the MLP's matrices; keep with attention: keep is policy: keep",
+    )
+    mlp_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="compute MLPs in chunks of so many tokens, where they compute each token by itself [tokens]; null: as the "
+        "plan finds it needed",
     )
     compile: Literal["auto", "off"] = Field(
         default="auto", description="auto: layers are compiled on a GPU; a family that cannot be compiled runs eager"
@@ -291,6 +313,28 @@ class ActivationsConfig(Section):
         default=None,
         description="keep only every K-th layer's input, at the price of one more forward; null: every layer's",
     )
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> ActivationsConfig:
+        parts = [name for name in ("attention", "mlp") if getattr(self, name) != "auto"]
+        if parts and self.policy in ("keep", "selective"):
+            raise ValueError(f"policy: {self.policy} decides for whole layers: leave {' and '.join(parts)} at auto")
+        kept = [name for name in parts if getattr(self, name) == "keep"]
+        if kept and self.segment is not None:
+            raise ValueError(f"segment drops all but inputs: leave {' and '.join(kept)} at auto, or segment at null")
+        return self
+
+    @property
+    def layer_policy(self) -> Literal["auto", "keep", "selective", "attention", "mlp", "recompute"]:
+        """What `policy`, `attention` and `mlp` come to for a layer."""
+        parts = (self.attention, self.mlp)
+        if parts == ("keep", "keep"):
+            return "keep"
+        if "keep" in parts:
+            return "attention" if self.attention == "keep" else "mlp"
+        if "recompute" in parts or (self.segment is not None and self.policy == "auto"):
+            return "recompute"
+        return self.policy
 
 
 class PrecisionConfig(Section):
@@ -355,7 +399,7 @@ class CheckpointConfig(Section):
     buffer_gib: GiB = Field(
         default="auto",
         description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
-        "less on a slow disk; auto: two layers",
+        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least",
     )
     on_error: Literal["warn", "stop"] = Field(
         default="stop",
@@ -400,6 +444,48 @@ class MetricsConfig(Section):
         default=(), description="services that get every step too; a service that fails or hangs never stops the run"
     )
     project: str = Field(default="megatrain", min_length=1, description="the project at the services")
+    instruments: StrictBool = Field(
+        default=True, description="time copies, waits and updates of every step; the rules of alerts need it"
+    )
+
+
+AlertAction = Literal["warn", "save", "stop", "rollback"]
+Share = Annotated[Float, Field(gt=0, lt=1)]
+
+
+class AlertsConfig(Section):
+    """Rules that watch the pipeline; see docs/pipeline.md. null switches a rule off. Actions: warn: a line in the log, once
+    until it is over; save: and a checkpoint; stop: and the run ends as by a signal; rollback: and it goes back to the newest
+    checkpoint."""
+
+    steps: PositiveInt = Field(default=10, description="so many steps in a row must break a rule")
+    link_share: Share | None = Field(
+        default=0.6, description="alert when copies reach less of the link's measured rate while the GPU waits for them"
+    )
+    link_share_action: AlertAction = Field(default="warn", description="what follows an alert of link_share")
+    gpu_busy: Share | None = Field(
+        default=0.8, description="alert when the GPU works for less of a step, for no reason that another rule names"
+    )
+    gpu_busy_action: AlertAction = Field(default="warn", description="what follows an alert of gpu_busy")
+    speed: Share | None = Field(
+        default=0.7, description="alert when tokens/s are below this multiple of the median of the last 50 steps"
+    )
+    speed_action: AlertAction = Field(default="warn", description="what follows an alert of speed")
+    device_memory: Share | None = Field(
+        default=0.85,
+        description="alert when the peak takes more of the device's memory, and more than memory.device_fraction too",
+    )
+    device_memory_action: AlertAction = Field(default="warn", description="what follows an alert of device_memory")
+    slab_wait: Share | None = Field(
+        default=0.05, description="alert when more of a step is spent waiting for a free gradient slab"
+    )
+    slab_wait_action: AlertAction = Field(default="warn", description="what follows an alert of slab_wait")
+    optimizer_wait: Share | None = Field(
+        default=0.2, description="alert when the GPU waits for AdamW for more of a step"
+    )
+    optimizer_wait_action: AlertAction = Field(default="warn", description="what follows an alert of optimizer_wait")
+    data_wait: Share | None = Field(default=0.1, description="alert when more of a step is spent waiting for the batch")
+    data_wait_action: AlertAction = Field(default="warn", description="what follows an alert of data_wait")
 
 
 class RunConfig(Section):
@@ -422,6 +508,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    alerts: AlertsConfig = AlertsConfig()
     run: RunSection
 
     @model_validator(mode="before")

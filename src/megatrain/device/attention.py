@@ -12,10 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 logger = logging.getLogger(__name__)
 
+LONGEST_MEASURED = 32768
+"""Longer rows are taken to rank the kernels as rows of so many tokens do: their time grows with the square."""
 CANDIDATES = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
-@functools.cache
 def measured_backends(
     heads: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[SDPBackend, float], ...]:
@@ -23,10 +24,17 @@ def measured_backends(
 
     Args:
         heads, kv_heads, head_dim: Shape of the attention.
-        tokens: Length of a row; several rows are measured, so that the device is full.
+        tokens: Length of a row, `LONGEST_MEASURED` at most; several short rows are measured, so that the device is full.
         dtype: bf16 or fp16.
         device: A CUDA device.
     """
+    return _measured(heads, kv_heads, head_dim, min(tokens, LONGEST_MEASURED), dtype, device)
+
+
+@functools.cache
+def _measured(
+    heads: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[SDPBackend, float], ...]:
     rows = max(1, 16384 // tokens)
     q, k, v = (
         torch.randn(rows, count, tokens, head_dim, dtype=dtype, device=device, requires_grad=True)

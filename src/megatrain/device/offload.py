@@ -61,7 +61,7 @@ class InputStore:
         place = _Place(home, self._streams.event(), previous.back if previous else self._streams.event(), tensor.shape)
         written = self._streams.event()
         self._streams.mark_compute(written)
-        with self._streams.copying_out(after=written, done=place.out):
+        with self._streams.copying_out(written, place.out, f"input {layer}", tensor.nbytes):
             home.copy_(tensor.reshape(-1), non_blocking=True)
         if self._streams.d2h is not None:
             tensor.record_stream(self._streams.d2h)
@@ -77,7 +77,7 @@ class InputStore:
         # The memory may have been let go by kernels that are still running: the copy starts behind them, too.
         allocated = self._streams.event()
         self._streams.mark_compute(allocated)
-        with self._streams.copying_in(after=allocated, done=place.back):
+        with self._streams.copying_in(allocated, place.back, f"input {layer}", place.home.nbytes):
             if self._streams.h2d is not None:
                 self._streams.h2d.wait_event(place.out)  # type: ignore[arg-type]
             place.arrived.copy_(place.home, non_blocking=True)
@@ -88,7 +88,7 @@ class InputStore:
         self.prefetch(layer)
         place = self._places.pop(layer)
         assert place.arrived is not None
-        self._streams.compute_waits(place.back)
+        self._streams.compute_waits(place.back, "inputs")
         if self._streams.h2d is not None:
             place.arrived.record_stream(self._streams.compute)  # type: ignore[arg-type]
         return place.arrived.view(place.shape)

@@ -65,14 +65,14 @@ class Slot:
         """Queue the copy of `source` (n,), a unit's hi plane. Asynchronous: `source` must not change before it is acquired."""
         self._expect(SlotState.EMPTY, SlotState.LOADED)
         target = self._copied[: source.numel()]
-        self._queued = self._copier.copy(target, source, after=self._free, done=self._ready)
+        self._queued = self._copier.copy(target, source, after=self._free, done=self._ready, what=owner)
         self.owner, self.state = owner, SlotState.LOADED
 
     def acquire(self, numel: int) -> torch.Tensor:
         """The owner's weights (numel,) in compute dtype, for kernels launched on compute before `release`."""
         self._expect(SlotState.LOADED)
         self._settle()
-        self._streams.compute_waits(self._ready)
+        self._streams.compute_waits(self._ready, "weights")
         self.state = SlotState.IN_USE
         if self._cast is not None:
             self._cast[:numel].copy_(self._copied[:numel])

@@ -59,15 +59,16 @@ class Staging:
     def begin(self, numel: int) -> torch.Tensor:
         """The first `numel` elements, for kernels on compute to write gradients into: every one of them."""
         assert self.state is BufferState.FREE, self.state
-        self._streams.compute_waits(self._free)
+        self._streams.compute_waits(self._free, "gradients")
         self.state = BufferState.FILLING
         return self.flat[:numel]
 
-    def send(self, destination: torch.Tensor, arrived: Event, poison: bool = False) -> None:
-        """Queue the copy out to `destination` (n,) host memory. Asynchronous; the host may read behind `arrived`."""
+    def send(self, destination: torch.Tensor, arrived: Event, poison: bool = False, what: str = "") -> None:
+        """Queue the copy out to `destination` (n,) host memory. Asynchronous; the host may read behind `arrived`.
+        `what`: whose gradient it is."""
         assert self.state is BufferState.FILLING, self.state
         self._streams.mark_compute(self._written)
-        with self._streams.copying_out(after=self._written, done=arrived):
+        with self._streams.copying_out(self._written, arrived, what, destination.nbytes):
             destination.copy_(self.flat[: destination.numel()], non_blocking=True)
             if poison:
                 self.flat.fill_(float("nan"))
@@ -99,6 +100,11 @@ class Slab:
     def nbytes(self) -> int:
         return self._arena.nbytes
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a job still reads it."""
+        return self._job is not None and not self._job.done()
+
     def fill(self, numel: int) -> torch.Tensor:
         """The destination of a copy out. The slab must be free."""
         assert self.state is BufferState.FREE, self.state
@@ -129,17 +135,28 @@ class SlabPool:
 
     def __init__(self, streams: Streams, count: int, numel: int, dtype: torch.dtype):
         assert count >= 1, count
+        self._streams = streams
         self.slabs = collections.deque(Slab(streams, numel, dtype) for _ in range(count))
-        self.wait_s = 0.0
+        self.reset_counters()
 
     def take(self) -> Slab:
         """The slab that has been in use for longest; waits for its job."""
         slab = self.slabs.popleft()
         self.slabs.append(slab)
-        started = time.perf_counter()
-        slab.settle()
-        self.wait_s += time.perf_counter() - started
+        self.most_in_use = max(self.most_in_use, 1 + sum(other.in_use for other in self.slabs if other is not slab))
+        if slab.in_use:
+            self.waits += 1
+            started = time.perf_counter()
+            with self._streams.host_waits("slabs"):
+                slab.settle()
+            self.wait_s += time.perf_counter() - started
+        else:
+            slab.settle()
         return slab
+
+    def reset_counters(self) -> None:
+        """`wait_s`: seconds without a free slab; `waits`: how often; `most_in_use`: slabs at once."""
+        self.wait_s, self.waits, self.most_in_use = 0.0, 0, 0
 
     def settle(self) -> None:
         """Wait until every slab is free."""

@@ -8,8 +8,9 @@ d2h      Gradient copies, device to host. A copy waits for the `written` event o
          it); compute waits for the staging buffer's `free` event (the copy) before it writes there again. A host thread that
          consumes the gradient waits for `arrived` (the same copy, waited for by the CPU).
 
-Nothing else synchronises. The host thread blocks in three places only: for a unit's AdamW (before its weights are copied),
-for a free gradient slab, and once at the end of a step for the loss and the norm.
+Nothing else synchronises; what is recorded for the instruments is read when it has happened anyway (device/recorder.py).
+The host thread blocks in three places only: for a unit's AdamW (before its weights are copied), for a free gradient slab, and
+once at the end of a step for the loss and the norm.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+
+from megatrain.device.recorder import Mark, SpanRecorder
+from megatrain.metrics.spans import Wait
 
 
 class Event(Protocol):
@@ -55,6 +59,9 @@ class Timestamp:
         return later._clock - self._clock
 
 
+_UNTRACED = contextlib.nullcontext()
+
+
 class Streams:
     """Owner of the compute, h2d and d2h streams of one device. See [Note: streams and events].
 
@@ -74,6 +81,8 @@ class Streams:
             self.compute = torch.cuda.current_stream(device)
             self.h2d = torch.cuda.Stream(device)
             self.d2h = torch.cuda.Stream(device)
+        self.spans = SpanRecorder(device, self.compute)
+        """When copies and waits took place; off until somebody asks."""
 
     def event(self) -> Event:
         """A new event; `record` it on one of this object's streams. Waiting for it on the host does not burn a core."""
@@ -84,21 +93,40 @@ class Streams:
         return Timestamp(self.compute)
 
     @contextlib.contextmanager
-    def copying_in(self, after: Event, done: Event) -> Iterator[None]:
-        """Work inside goes to h2d: it starts after `after`; `done` marks its end. Asynchronous."""
+    def copying_in(self, after: Event, done: Event, what: str = "", nbytes: int = 0) -> Iterator[None]:
+        """Work inside goes to h2d: it starts after `after`; `done` marks its end. Asynchronous. `what` is for the record."""
         with self._on("h2d", after, done):
+            start = self.spans.mark(self.h2d)
             yield
+            self._copied("h2d", what, start, nbytes)
 
     @contextlib.contextmanager
-    def copying_out(self, after: Event, done: Event) -> Iterator[None]:
-        """Work inside goes to d2h: it starts after `after`; `done` marks its end. Asynchronous."""
+    def copying_out(self, after: Event, done: Event, what: str = "", nbytes: int = 0) -> Iterator[None]:
+        """Work inside goes to d2h: it starts after `after`; `done` marks its end. Asynchronous. `what` is for the record."""
         with self._on("d2h", after, done):
+            start = self.spans.mark(self.d2h)
             yield
+            self._copied("d2h", what, start, nbytes)
 
-    def compute_waits(self, event: Event) -> None:
+    def compute_waits(self, event: Event, why: Wait) -> None:
         """Kernels launched on compute from now on start after `event`. Asynchronous."""
+        start = self.spans.mark(self.compute)
         if self.compute is not None:
             self.compute.wait_event(event)  # type: ignore[arg-type]
+        self.spans.end("wait", why, start, self.compute)
+
+    @contextlib.contextmanager
+    def host_waits(self, why: Wait) -> Iterator[None]:
+        """The host blocks inside and launches nothing: what is recorded is how long the device has nothing to do for it."""
+        start = self.spans.mark(self.compute)
+        yield
+        self.spans.end("wait", why, start, self.compute)
+
+    def traced(self, what: str, layer: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """Work inside goes to compute, and a trace shows it by name. While none is taken, it costs nothing."""
+        if not self.spans.tracing:
+            return _UNTRACED
+        return self._traced(what if layer is None else f"{what} layer {layer}")
 
     def mark_compute(self, event: Event) -> None:
         """Record `event` behind everything launched on compute so far."""
@@ -125,3 +153,14 @@ class Streams:
         with torch.cuda.stream(stream):
             yield
         done.record(stream)
+
+    def _copied(self, name: Literal["h2d", "d2h"], what: str, start: Mark, nbytes: int) -> None:
+        self.spans.end(name, what, start, getattr(self, name), nbytes)
+        if not self.cuda:  # a CPU copies in the thread that computes, which so waits for it
+            self.spans.end("wait", "weights" if name == "h2d" else "gradients", start, None)
+
+    @contextlib.contextmanager
+    def _traced(self, name: str) -> Iterator[None]:
+        start = self.spans.mark(self.compute)
+        yield
+        self.spans.end("compute", name, start, self.compute)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,9 +32,10 @@ from megatrain.device.streams import Streams
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
 from megatrain.executor import batches, randomness
 from megatrain.executor.assembly import build_model, make_copier, make_slabs, make_weight_stream, pin_planes
-from megatrain.executor.gate import verify_family, verify_packing
+from megatrain.executor.gate import token_wise, verify_family, verify_packing
 from megatrain.executor.gradients import GradientFlow, Route
-from megatrain.executor.ladder import Denser
+from megatrain.executor.instruments import Instruments
+from megatrain.executor.ladder import Denser, Failure, Situation
 from megatrain.executor.optimizer import HostOptimizer
 from megatrain.executor.results import EvalResult, StepResult
 from megatrain.executor.settings import (
@@ -48,7 +52,10 @@ from megatrain.executor.settings import (
 )
 from megatrain.executor.step import Batch, StepRunner, StepShape
 from megatrain.executor.weights import UpdateGate
+from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore
+from megatrain.metrics.pipeline import PipelineRecord
+from megatrain.metrics.spans import Span
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
@@ -63,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DEFAULT_CHUNK_TOKENS = 16384
+WINDOWS_RESERVE_BYTES = 1 << 30
+"""Host memory that must be left beside the wider gradient plane of more windows."""
 
 
 class HostEngine:
@@ -80,6 +89,10 @@ class HostEngine:
         kept: Layers (by index) whose activations are kept for the backward instead of computed again, or `all`.
         selective: Layers whose activations are kept in part: a compiled layer keeps the share `budget` (0..1), and the compiler
             decides what is cheap to compute again. With 0.5 all matrix products and the attention are kept.
+        keep_attention: Layers that keep what their fused attention gave, and compute all else again, or `all`.
+        keep_mlp: Layers that keep the products of their MLP's matrices, and compute all else again, or `all`.
+        mlp_chunk_tokens: Compute MLPs (and the norm behind the layers) in chunks of so many tokens, where they compute each
+            token by itself; see [Note: chunks of tokens]. Layers in `kept`, `selective` and `keep_mlp` compute theirs whole.
         offloaded: Recomputed layers whose input waits in pinned host memory, or `all`.
         compile: `auto` compiles the layers on a GPU (a family that cannot be compiled runs eager, with a warning), `off` never,
             `on` everywhere.
@@ -98,6 +111,7 @@ class HostEngine:
         seed: Of initialisation, dropout and router jitter.
         trust_remote_code: Whether code in the model folder may run.
         attn_implementation: HF's name of an attention implementation; by default sdpa where the family has it.
+        instruments: Whether copies, waits and updates are timed; see `StepResult.pipeline`.
         verify: `auto` verifies families outside the tested list on a tiny copy before the start, `always`, `never`.
         disturb, poison: For tests: delay streams at random, fill buffers with NaN after their use.
 
@@ -119,6 +133,9 @@ class HostEngine:
         kept: Collection[int] | Literal["all"] = (),
         selective: Collection[int] | Literal["all"] = (),
         budget: float = 0.5,
+        keep_attention: Collection[int] | Literal["all"] = (),
+        keep_mlp: Collection[int] | Literal["all"] = (),
+        mlp_chunk_tokens: int | None = None,
         offloaded: Collection[int] | Literal["all"] = (),
         compile: Literal["auto", "on", "off"] = "auto",
         weight_slots: int = 2,
@@ -135,6 +152,7 @@ class HostEngine:
         seed: int = 0,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        instruments: bool = True,
         verify: Literal["auto", "always", "never"] = "auto",
         disturb: Callable[[str, Streams], None] | None = None,
         poison: bool = False,
@@ -149,9 +167,10 @@ class HostEngine:
         self._closed = False
         self._desk: CheckpointDesk | None = None
         self._denser = Denser()
+        self._failure: Failure | None = None
         self._computing = threading.Lock()
         self._segment, self._chunk_rows, self._windows = segment or 1, chunk_rows, windows
-        self._head_chunk_tokens = head_chunk_tokens
+        self._head_chunk_tokens, self._device_gib = head_chunk_tokens, device_gib
         self._compute = compute_dtype_of(compute_dtype, self.device)
         self._loss_scale = LossScale() if self._compute == torch.float16 else None
         transport = transport_dtype_of(grad_transport, self._compute)
@@ -170,6 +189,7 @@ class HostEngine:
                 "segment": (segment, 1),
                 "chunk_rows": (chunk_rows, 1),
                 "head_chunk_tokens": (head_chunk_tokens, 1),
+                "mlp_chunk_tokens": (mlp_chunk_tokens, 1),
             },
             threads,
         )
@@ -190,7 +210,7 @@ class HostEngine:
 
         split = self._compute == torch.bfloat16
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
-        self._placement = Placement.of(self.structure, resident, kept, selective, offloaded)
+        self._placement = Placement.of(self.structure, resident, kept, selective, offloaded, keep_attention, keep_mlp)
         check_placement(self.structure, self._placement, self._segment, self._compute, gradient_plane)
         refuse_if_too_large(self.structure, self._placement.resident, split, grad_dtype, host_gib)
         self.store = HostStore(
@@ -205,12 +225,23 @@ class HostEngine:
         self._streams = Streams(self.device, disturb)
         self._slabs: SlabPool | None = None
         self._edge_slabs: dict[str, Slab] = {}
+        self.instruments = Instruments(self._streams, self.store, instruments)
         # One core stays with the thread that drives the device.
-        self._updater = CpuUpdater(threads or max(1, len(os.sched_getaffinity(0)) - 1))
-        self._make_flows(pin, weight_slots, gradient_plane, gradient_slabs, transport, poison)
+        threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        self._updater = CpuUpdater(threads, self._streams.spans.add)
+        self._flows = _FlowSettings(pin, weight_slots, gradient_plane, gradient_slabs, transport, poison)
+        self._make_flows()
         self._compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
-        self._make_runner(frozenset(fp32_parameter_names(meta, self._compute)), device_buffers, budget)
+        # What is token-wise also tells which matrices are the MLP's.
+        self._places = (
+            token_wise(self.config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+            if mlp_chunk_tokens is not None or self._placement.mlp
+            else {}
+        )
+        self._make_runner(
+            frozenset(fp32_parameter_names(meta, self._compute)), device_buffers, budget, mlp_chunk_tokens
+        )
         self._desk = CheckpointDesk(
             self.structure,
             self.store,
@@ -252,7 +283,8 @@ class HostEngine:
         skipped = self._decide(loss, norm)
         if skipped is None:
             self._update(norm, scale, learning_rate)
-        return StepResult(loss, norm, tokens, skipped, self._seconds(started), scale, self._moved_bytes())
+        seconds, moved = self._seconds(started), self._moved_bytes()
+        return StepResult(loss, norm, tokens, skipped, seconds, scale, moved, self._pipeline(batch))
 
     def backward(self, batch: Batch) -> StepResult:
         """Gradients of a step, without an update; read them with `named_gradients`."""
@@ -264,15 +296,38 @@ class HostEngine:
             return StepResult(None, None, 0, "no target tokens")
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         loss, norm = self._forward_backward(batch, tokens, scale)
-        return StepResult(loss, norm, tokens, "gradients only", self._seconds(started), scale)
+        seconds, moved = self._seconds(started), self._moved_bytes()
+        return StepResult(loss, norm, tokens, "gradients only", seconds, scale, moved, self._pipeline(batch))
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss of a batch in evaluation mode. Changes nothing, also not what later training steps compute."""
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item())
+        with self.instruments.paused():
+            loss_sum = self._until_it_fits(batch, lambda shape: self._runner.loss(batch, shape).item(), training=False)
         return EvalResult(loss_sum, tokens)
+
+    def begin_trace(self) -> None:
+        """Record visits of layers, too, until `end_trace`, which needs `instruments`."""
+        self.instruments.begin_trace()
+
+    def end_trace(self) -> list[Span]:
+        """Everything recorded since `begin_trace`; waits for the updates of the latest step."""
+        self._optimizer.wait_all()
+        self._streams.synchronize()
+        return self.instruments.end_trace()
+
+    def interrupt(self, error: BaseException) -> bool:
+        """From another thread: let the step in progress, or the next one, end with `error`; the state stays as before that step.
+
+        Returns:
+            False, and nothing happens, where a step cannot be dropped (without a gradient plane).
+        """
+        if self._route is Route.EATEN:
+            return False
+        self._runner.interruption = error
+        return True
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
         """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
@@ -281,58 +336,110 @@ class HostEngine:
 
         def compute(shape: StepShape) -> list[float]:
             self._reset_counters()
-            with randomness.seeded(self.device, self.seed, self.step):
-                loss_sum, squares = self._runner.gradients(batch, shape, loss_scale)
-            values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
-            if self._route is not Route.DIRECT:
-                self._gradients.settle()
-            if self._route is Route.ADDED:
-                values[1] = self._optimizer.squared_norm()
+            with self.instruments.step(self.step + 1):
+                with randomness.seeded(self.device, self.seed, self.step):
+                    loss_sum, squares = self._runner.gradients(batch, shape, loss_scale)
+                values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
+                if self._route is not Route.DIRECT:
+                    with self._streams.host_waits("slabs"):
+                        self._gradients.settle()
+                        if self._route is Route.ADDED:
+                            values[1] = self._optimizer.squared_norm()
             return values
 
-        loss_sum, squares = self._until_it_fits(batch, compute)
+        loss_sum, squares = self._until_it_fits(batch, compute, training=True)
         return loss_sum / tokens, math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
 
-    def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T]) -> T:
+    def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T], training: bool) -> T:
         """Run `compute`; on CUDA out of memory drop what it has built and try the next denser setting, for good."""
         if not self._computing.acquire(blocking=False):
             raise UserError(
                 "another thread is computing on this engine", "HostEngine", "call it from one thread at a time"
             )
         try:
-            return self._climb_until_it_fits(batch, compute)
+            return self._climb_until_it_fits(batch, compute, training)
         finally:
             self._computing.release()
 
-    def _climb_until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T]) -> T:
+    def _climb_until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T], training: bool) -> T:
         while True:
             shape = self._shape(batch)
             try:
                 with _Abandon(self), fastest_attention(self._attention_order(batch)):
                     return compute(shape)
-            except torch.OutOfMemoryError as error:
-                if self._closed:
+            except torch.OutOfMemoryError:
+                if self._closed or self._failure is None:
                     raise
-                self._climb(shape, -(-len(batch["input_ids"]) // shape.windows), error)
+                failure, self._failure = self._failure, None
+            # Out here, where no traceback keeps the step's tensors alive any more.
+            self._climb(shape, len(batch["input_ids"]), failure, training)
 
-    def _climb(self, shape: StepShape, rows: int, error: torch.OutOfMemoryError) -> None:
+    def _climb(self, shape: StepShape, rows: int, failure: Failure, training: bool) -> None:
         """Go on with the next rung of the ladder, or refuse with the ledger where there is none."""
-        step = self._denser.next(shape, rows)
-        ledger = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in self.memory().items() if size)
-        asked = str(error).splitlines()[0]
-        if step is None:
+        resident = [name for name, planes in self.store.units.items() if planes.resident]
+        more_windows = training and self._room_for_windows()
+        denser = self._denser.next(shape, Situation(rows, training, more_windows, len(resident)))
+        if denser is None:
             raise PlanRefused(
-                f"out of device memory at the densest setting ({asked})\n    {ledger}\n"
-                "  -> use shorter rows, fewer resident units, or a device with more memory"
-            ) from error
-        self._denser, change = step
-        if self._denser.offload:
-            self._inputs.layers = frozenset(range(len(self.structure.layers)))
+                f"{failure}\n  this is the densest setting\n  -> use shorter rows, or a device with more memory"
+            )
+        before = self._denser
+        if denser.resident != self._denser.resident:
+            denser = replace(denser, device_fraction=self._fraction_without(resident[denser.resident :]))
+        self._adopt(denser)
         if self._streams.cuda:
             torch.cuda.empty_cache()
         logger.warning(
-            "out of device memory in a step (%s); %s; the step is computed again with %s", asked, ledger, change
+            "%s\n  the step is dropped, nothing was updated; it is computed again with %s\n"
+            "  this run goes on so; for the next one put into its config:\n%s",
+            failure,
+            denser.step_from(before),
+            textwrap.indent(denser.yaml, "    "),
         )
+
+    def _adopt(self, denser: Denser) -> None:
+        """Go on with what the ladder says; no step is in progress."""
+        if denser.offload:
+            self._inputs.layers = frozenset(range(len(self.structure.layers)))
+        windows = max(self._windows, denser.windows or 1)
+        resident = [name for name, planes in self.store.units.items() if planes.resident]
+        leaving = resident[denser.resident :] if denser.resident is not None else []
+        self._denser = denser
+        if windows != self._windows or leaving:
+            self._rearrange(windows, leaving)
+
+    def _fraction_without(self, leaving: Sequence[str]) -> float:
+        """`memory.device_fraction` with which a plan has room for all but these units. Two digits, rounded down."""
+        freed = sum(plane.nbytes for name in leaving for plane in self.store.units[name].state().values())
+        peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else freed
+        return math.floor(100 * max(0.01, (peak - freed) / max(1, self._device_bytes()))) / 100
+
+    def _room_for_windows(self) -> bool:
+        """Whether gradients can be summed over more windows: it takes a gradient plane, in fp32."""
+        dtype = self.store.grad_dtype
+        if dtype is None:
+            return False
+        wider = (4 - dtype.itemsize) * sum(unit.layout.numel for unit in self.structure.units)
+        return wider == 0 or wider + WINDOWS_RESERVE_BYTES < available_host_bytes()
+
+    def _rearrange(self, windows: int, leaving: Sequence[str]) -> None:
+        """Other buffers around the same state: more windows, units that leave the device. No step is in progress."""
+        self.wait_saved()  # a writer reads the planes where they lie
+        self._optimizer.wait_all()
+        self._streams.synchronize()
+        shell = self._runner.shell
+        self._close_flows()
+        # What holds device memory goes before its successor comes.
+        del self._runner, self._weights, self._gradients, self._inputs
+        for name in leaving:
+            self.store.move_to_host(name)
+        self._windows = windows
+        if windows > 1:
+            self.store.widen_gradients()
+        if self._streams.cuda:
+            torch.cuda.empty_cache()
+        self._make_flows()
+        self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, self._compiled)
 
     def _decide(self, loss: float, norm: float) -> str | None:
         """The finite guard: a reason to skip the update, or None. Skipping leaves every byte of the state as it was."""
@@ -357,7 +464,8 @@ class HostEngine:
             clip = self.optim.max_grad_norm
             coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
             coefficients = StepCoefficients.of(self.optim, self.updates, learning_rate, coefficient / loss_scale)
-            self._optimizer.launch(coefficients, self._gradients.arrived)
+            with self._streams.traced("update of resident units") if self.store.resident_bytes else nullcontext():
+                self._optimizer.launch(coefficients, self._gradients.arrived)
         self._weights.drop_all()
 
     # ---------------------------------------------------------------- state
@@ -406,7 +514,8 @@ class HostEngine:
                 [Note: a unit while a save runs] in checkpoint/background.py. A second save waits for the first.
             weights_only: bf16 weights without training state, 2 bytes a parameter.
             on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
-            buffer_bytes: Most memory for copies of units whose update comes before their turn; by default two large units.
+            buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
+                need, within half of the host memory that is free at this moment, and never less than two large units.
             then: Called, in the writer's thread, when the checkpoint is whole and was read back.
 
         Returns:
@@ -425,12 +534,14 @@ class HostEngine:
             "updates": self.updates,
             "seed": self.seed,
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
+            "ladder": {**self._denser.as_dict(), "device_bytes": self._device_bytes()},
             "extra": extra or {},
         }
         self._optimizer.saving = saving = desk.start_save(
             Path(directory),
             state,
             self._optimizer.pending(),
+            wait=wait,
             weights_only=weights_only,
             on_error=on_error,
             buffer_bytes=buffer_bytes,
@@ -482,7 +593,23 @@ class HostEngine:
             self._loss_scale = LossScale.from_state_dict(state["loss_scale"])
         loading.wait(None if wait else [name for name, planes in self.store.units.items() if planes.resident])
         self._streams.synchronize()
+        self._go_on_denser(state.get("ladder") or {})
         return state["extra"]
+
+    def _go_on_denser(self, ladder: dict[str, Any]) -> None:
+        """What the ladder had chosen when a checkpoint was made holds again, unless this device has more memory."""
+        denser, then = Denser.from_dict(ladder), ladder.get("device_bytes")
+        if denser == Denser() or self._route is Route.EATEN or (then or 0) < self._device_bytes():
+            return
+        self._adopt(denser)
+        logger.info("as before this checkpoint: %s (the device ran out of memory)", ", ".join(denser.changes))
+
+    def _device_bytes(self) -> int:
+        """Device memory that the engine may use, 0 on a CPU."""
+        if not self._streams.cuda:
+            return 0
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return total if self._device_gib is None else min(total, int(self._device_gib * 2**30))
 
     def _open_desk(self) -> CheckpointDesk:
         if self._closed:
@@ -504,22 +631,25 @@ class HostEngine:
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
         `device_peak`."""
-        slabs = [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]
-        staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
         peak = torch.cuda.max_memory_allocated(self.device) if self._streams.cuda else 0
         return {
             **{f"host_{kind}": size for kind, size in self.store.plane_bytes().items()},
             "host_inputs": self._inputs.nbytes,
-            "host_slabs": sum(slab.nbytes for slab in slabs),
-            "host_pinned": self.store.pinned_bytes
-            + sum(slab.pinned_bytes for slab in slabs)
-            + staged
-            + self._inputs.pinned_bytes,
+            "host_slabs": sum(slab.nbytes for slab in self._all_slabs()),
+            "host_pinned": self._pinned_bytes(),
             "device_resident": self.store.resident_bytes,
             "device_slots": self._weights.nbytes,
             "device_gradients": self._gradients.nbytes,
             "device_peak": peak,
         }
+
+    def _all_slabs(self) -> list[Slab]:
+        return [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]
+
+    def _pinned_bytes(self) -> int:
+        staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
+        slabs = sum(slab.pinned_bytes for slab in self._all_slabs())
+        return self.store.pinned_bytes + slabs + staged + self._inputs.pinned_bytes
 
     def close(self) -> None:
         """Wait for background work, then give all memory back. A closed engine refuses every further call."""
@@ -530,11 +660,7 @@ class HostEngine:
             self._desk.close()
         self._streams.synchronize()
         self._optimizer.close()
-        self._copier.close()
-        self._inputs.close()
-        self._runner.close()
-        for slab in [*(self._slabs.slabs if self._slabs else []), *self._edge_slabs.values()]:
-            slab.close()
+        self._close_flows()
         self.store.close()
 
     def __enter__(self) -> HostEngine:
@@ -557,45 +683,53 @@ class HostEngine:
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.store, buffers)
 
-    def _make_flows(
-        self,
-        pin: Literal["auto", "all", "staged"],
-        weight_slots: int,
-        gradient_plane: bool,
-        gradient_slabs: int,
-        transport: torch.dtype,
-        poison: bool,
-    ) -> None:
+    def _make_flows(self) -> None:
         """What moves weights in, gradients out, and updates behind them."""
-        pinned = pin_planes(self.store, self._streams, pin)
+        chosen = self._flows
+        pinned = pin_planes(self.store, self._streams, chosen.pin)
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
         self._copier = make_copier(self.store, self._streams, pinned)
-        gate = UpdateGate(self._optimizer.finished, self._optimizer.wait)
+        gate = UpdateGate(self._optimizer.finished, self._wait_for_update)
         self._weights = make_weight_stream(
-            self.structure, self.store, self._streams, self._copier, self._compute, weight_slots, gate
+            self.structure, self.store, self._streams, self._copier, self._compute, chosen.weight_slots, gate
         )
         direct = pinned and self._windows == 1
-        self._route = Route.EATEN if not gradient_plane else Route.DIRECT if direct else Route.ADDED
+        self._route = Route.EATEN if not chosen.gradient_plane else Route.DIRECT if direct else Route.ADDED
         if self._route is not Route.DIRECT:
             self._slabs, self._edge_slabs = make_slabs(
-                self.structure, self.store, self._streams, gradient_slabs, transport
+                self.structure, self.store, self._streams, chosen.gradient_slabs, chosen.transport
             )
         self._gradients = GradientFlow(
             self._streams,
             self.store,
             self.structure.units,
             self._route,
-            transport,
+            chosen.transport,
             self._slabs,
             self._edge_slabs,
             self._optimizer,
-            poison,
+            chosen.poison,
         )
-        self._inputs = InputStore(self._streams, self._placement.offloaded)
+        offloaded = range(len(self.structure.layers)) if self._denser.offload else self._placement.offloaded
+        self._inputs = InputStore(self._streams, offloaded)
 
-    def _make_runner(self, fp32_names: frozenset[str], device_buffers: dict[str, torch.Tensor], budget: float) -> None:
+    def _close_flows(self) -> None:
+        """Give back what `_make_flows` has made; nothing runs any more."""
+        self._copier.close()
+        self._inputs.close()
+        self._runner.close()
+        for slab in self._all_slabs():
+            slab.close()
+
+    def _make_runner(
+        self,
+        fp32_names: frozenset[str],
+        device_buffers: dict[str, torch.Tensor],
+        budget: float,
+        mlp_chunk_tokens: int | None,
+    ) -> None:
         """HF's code around the layers, and the loop that drives it; each calls the other."""
         shell = Shell(
             self.structure,
@@ -604,7 +738,9 @@ class HostEngine:
             fp32_names,
             self._compiled,
             budget,
-            packed_flex=self._compiled and self._streams.cuda,
+            flex=self._compiled and self._streams.cuda,
+            chunk_tokens=mlp_chunk_tokens,
+            token_wise=self._places,
         )
         self._runner = StepRunner(shell, self._streams, self._weights, self._gradients, self._inputs, self._compiled)
 
@@ -633,6 +769,8 @@ class HostEngine:
             segment=self._segment,
             kept=self._placement.kept,
             selective=self._placement.selective,
+            attention=self._placement.attention,
+            mlp=self._placement.mlp,
         )
         return self._denser.applied_to(planned)
 
@@ -649,7 +787,7 @@ class HostEngine:
         self._weights.loaded_bytes = self._gradients.sent_bytes = 0
         self._inputs.out_bytes = self._inputs.back_bytes = 0
         if self._slabs:
-            self._slabs.wait_s = 0.0
+            self._slabs.reset_counters()
 
     def _moved_bytes(self) -> dict[str, int]:
         return {
@@ -663,8 +801,56 @@ class HostEngine:
         seconds["step"] = time.perf_counter() - started
         return seconds
 
+    def _failure_of(self, error: torch.OutOfMemoryError) -> Failure:
+        """What is known while the failed step's memory is still held."""
+        ledger = self.memory()
+        if self._streams.cuda:
+            ledger["allocated now"] = torch.cuda.memory_allocated(self.device)
+            ledger["reserved by the allocator"] = torch.cuda.memory_reserved(self.device)
+            ledger["free on the device"] = torch.cuda.mem_get_info(self.device)[0]
+        return Failure(str(error).splitlines()[0], self._runner.where(), ledger)
+
+    def _wait_for_update(self, unit: str) -> None:
+        """The device is kept waiting only where the update has not ended yet; an ended one may have an error to raise."""
+        if self._optimizer.finished(unit):
+            self._optimizer.wait(unit)
+            return
+        with self._streams.host_waits("optimizer"):
+            self._optimizer.wait(unit)
+
+    def _pipeline(self, batch: Batch) -> PipelineRecord | None:
+        policy = self._policy(self._shape(batch))
+        return self.instruments.record(self._slabs, self._pinned_bytes(), policy, self._denser.changes)
+
+    def _policy(self, shape: StepShape) -> str:
+        """How a step is computed, in a line."""
+        layers, kept, selective = len(self.structure.layers), len(shape.kept), len(shape.selective)
+        counts = {"keep": kept, "selective": selective, "recompute": layers - kept - selective}
+        parts = [f"{name} {count}" for name, count in counts.items() if count]
+        parts += [
+            f"windows {shape.windows}",
+            f"chunk_rows {shape.chunk_rows}",
+            f"head_chunk_tokens {shape.head_tokens}",
+        ]
+        extras = {"segment": shape.segment if shape.segment > 1 else 0, "offloaded": len(self._inputs.layers)}
+        parts += [f"{name} {count}" for name, count in extras.items() if count]
+        resident = sum(planes.resident for planes in self.store.units.values())
+        return ", ".join([*parts, f"resident {resident} of {len(self.store.units)}"])
+
     def _refuse_closed(self) -> None:
         self._usable_desk()
+
+
+@dataclass(frozen=True)
+class _FlowSettings:
+    """What the device side is made from, again when the ladder changes it."""
+
+    pin: Literal["auto", "all", "staged"]
+    weight_slots: int
+    gradient_plane: bool
+    gradient_slabs: int
+    transport: torch.dtype
+    poison: bool
 
 
 class _Abandon:
@@ -683,4 +869,6 @@ class _Abandon:
             logger.error("a step failed after some units may have been updated; the engine is closed")
             self._engine.close()
             return
+        if isinstance(error, torch.OutOfMemoryError):
+            self._engine._failure = self._engine._failure_of(error)
         self._engine._runner.abandon()

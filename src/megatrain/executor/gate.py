@@ -3,8 +3,10 @@
     verify_family    loss and every gradient of the family, streamed, against plain Hugging Face
     verify_packing   documents packed into one row against the same documents alone, in plain Hugging Face
 
-Both in fp32 on the CPU; both take a fraction of a second and raise `UserError` for what differs or cannot run. Nothing is
-trained wrong silently.
+    token_wise       which modules of the family compute each token by itself, and so may compute a long row in chunks
+
+All in fp32 on the CPU; each takes a fraction of a second. The first two raise `UserError` for what differs or cannot run: nothing
+is trained wrong silently.
 
 [Note: tiny copies]
 A tiny copy has the family's own code, switches and kinds of layers, but small widths, few layers and a small vocabulary.
@@ -32,6 +34,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatrain.errors import MegatrainError, UserError
 from megatrain.models.families import TESTED
+from megatrain.models.structure import take_apart
+from megatrain.models.tokenwise import Place, token_wise_places
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +164,16 @@ def verify_packing(
         )
 
 
+def token_wise(
+    config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Mapping[Place, str]:
+    """Modules that may be computed in chunks of tokens, each with what speaks against it; see `token_wise_places`.
+
+    Empty, with a warning, where no tiny copy of the config runs. The answer is remembered for each config.
+    """
+    return _token_wise(_Key.of(config), attn_implementation, trust_remote_code)
+
+
 @dataclass(frozen=True)
 class _Key:
     """A config as the key of a cache: equal where all its fields are."""
@@ -207,6 +221,24 @@ def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) 
     return (
         f"documents in one row see each other in transformers {transformers.__version__} with {used} attention "
         f"(logits off by {error:.0e})"
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Mapping[Place, str]:
+    try:
+        model = _tiny_model(key.config, attention, trust_remote_code).eval()
+    except _NoTinyCopy as error:
+        logger.warning(
+            "%s, so it is not known which modules are token-wise; asked for chunks of tokens, going on whole", error
+        )
+        return {}
+    structure = take_apart(model)
+    ids_BT = _batch(model, seed=0)["input_ids"]
+    return token_wise_places(
+        model.get_submodule(structure.base_name),
+        list(structure.layer_stack()),
+        lambda: model(input_ids=ids_BT, use_cache=False),
     )
 
 

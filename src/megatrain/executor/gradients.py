@@ -204,7 +204,7 @@ class GradientFlow:
         self._note_square(flat)
         if self.route is Route.DIRECT:
             arrived = self.arrived[total.unit.name]
-            staging.send(self._plane(total.unit), arrived, self._poison)
+            staging.send(self._plane(total.unit), arrived, self._poison, total.unit.name)
             self.sent_bytes += flat.nbytes
         else:
             assert self._slabs is not None
@@ -222,11 +222,12 @@ class GradientFlow:
         self._note_square(flat)
         staging = Staging.around(self._streams, flat)
         if self.route is Route.DIRECT:
-            staging.send(self._plane(unit), self.arrived[unit.name])
+            staging.send(self._plane(unit), self.arrived[unit.name], what=unit.name)
             self.sent_bytes += flat.nbytes
         else:
             slab = self._edge_slabs[unit.name]
-            slab.settle()
+            with self._streams.host_waits("slabs"):
+                slab.settle()
             self._through_slab(unit, slab, staging)
 
     def squared_norm(self) -> torch.Tensor:
@@ -273,7 +274,7 @@ class GradientFlow:
     def _through_slab(self, unit: Unit, slab: Slab, staging: Staging) -> None:
         destination = slab.fill(unit.layout.numel)
         arrived = slab.arrived
-        staging.send(destination, arrived, self._poison)
+        staging.send(destination, arrived, self._poison, unit.name)
         self.sent_bytes += destination.nbytes
         if self.route is Route.EATEN:
             slab.drain(self._jobs.eat(unit, destination, arrived))

@@ -6,16 +6,56 @@ Each rung needs less device memory than the one before and computes the same sum
     chunks     half as many rows of a layer at a time
     head       half as many tokens whose logits exist at the same time
     offload    the inputs of all layers wait in host memory
-What was chosen stays for the rest of the run and is said in the words of the config, to be pasted there.
+    windows    twice as many accumulation windows; gradients are summed in fp32 on the host then
+    residents  half as many units live on the device
+What was chosen stays for the rest of the run, resumed or not, and is said in the words of the config, to be pasted there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from megatrain.executor.step import StepShape
 
 LEAST_HEAD_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of an allocation that failed.
+
+    Attributes:
+        asked: The allocator's own words.
+        where: Phase and layer.
+        ledger: Bytes by purpose at that moment.
+    """
+
+    asked: str
+    where: str
+    ledger: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"    {size / 2**30:10.3f} GiB  {name}" for name, size in self.ledger.items() if size]
+        return "\n".join([f"out of device memory in {self.where}: {self.asked}", *lines])
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the ladder must know beside the cut of the step that failed.
+
+    Attributes:
+        rows: Of the batch.
+        training: False in an evaluation, where nothing is kept, offloaded or accumulated.
+        more_windows: Whether the engine could sum gradients over more windows.
+        resident: Units that live on the device.
+    """
+
+    rows: int
+    training: bool
+    more_windows: bool
+    resident: int
 
 
 @dataclass(frozen=True)
@@ -27,41 +67,93 @@ class Denser:
         chunk_rows: Bound on the rows of a chunk.
         head_tokens: Bound on the tokens of a token chunk.
         offload: All layer inputs wait in host memory.
+        windows: At least so many accumulation windows.
+        resident: At most so many units live on the device.
+        device_fraction: Share of the device's memory that a plan may fill so that it places no more than these.
     """
 
     recompute: bool = False
     chunk_rows: int | None = None
     head_tokens: int | None = None
     offload: bool = False
+    windows: int | None = None
+    resident: int | None = None
+    device_fraction: float | None = None
 
     def applied_to(self, shape: StepShape) -> StepShape:
         """The planned cut of a step, made denser."""
         if self.recompute:
-            shape = replace(shape, kept=frozenset(), selective=frozenset())
+            shape = replace(shape, kept=frozenset(), selective=frozenset(), attention=frozenset(), mlp=frozenset())
         if self.chunk_rows is not None:
             shape = replace(shape, chunk_rows=min(shape.chunk_rows, self.chunk_rows))
         if self.head_tokens is not None:
             shape = replace(shape, head_tokens=min(shape.head_tokens, self.head_tokens))
         return shape
 
-    def next(self, shape: StepShape, rows: int) -> tuple[Denser, str] | None:
-        """The next rung.
+    def next(self, shape: StepShape, now: Situation) -> Denser | None:
+        """The next rung; None at the end of the ladder.
 
         Args:
             shape: The cut that ran out of memory, this object applied.
-            rows: Rows of a window.
-
-        Returns:
-            (what to go on with, the change in the words of the config), None at the end of the ladder.
+            now: Everything else.
         """
-        if shape.kept or shape.selective:
-            return replace(self, recompute=True), "activations.policy: recompute"
+        rows = -(-now.rows // shape.windows) if now.training else now.rows
+        if now.training and shape.variants():
+            return replace(self, recompute=True)
         if min(shape.chunk_rows, rows) > 1:
-            fewer = min(shape.chunk_rows, rows) // 2
-            return replace(self, chunk_rows=fewer), f"batch.chunk_rows: {fewer}"
+            return replace(self, chunk_rows=min(shape.chunk_rows, rows) // 2)
         if shape.head_tokens > LEAST_HEAD_TOKENS:
-            fewer = max(LEAST_HEAD_TOKENS, shape.head_tokens // 2)
-            return replace(self, head_tokens=fewer), f"batch.head_chunk_tokens: {fewer}"
-        if not self.offload and shape.segment == 1:
-            return replace(self, offload=True), "activations.offload: on"
+            return replace(self, head_tokens=max(LEAST_HEAD_TOKENS, shape.head_tokens // 2))
+        if now.training and not self.offload and shape.segment == 1:
+            return replace(self, offload=True)
+        if now.training and now.more_windows and shape.windows < now.rows:
+            return replace(self, windows=min(2 * shape.windows, now.rows))
+        if now.resident:
+            return replace(self, resident=now.resident // 2)
         return None
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What was changed, as sections and keys of a config."""
+        changed: dict[str, dict[str, Any]] = {
+            "activations": {
+                "policy": "recompute" if self.recompute else None,
+                "offload": "on" if self.offload else None,
+            },
+            "batch": {
+                "chunk_rows": self.chunk_rows,
+                "head_chunk_tokens": self.head_tokens,
+                "windows": self.windows,
+            },
+            "memory": {"device_fraction": self.device_fraction},
+        }
+        found = {name: {k: v for k, v in keys.items() if v is not None} for name, keys in changed.items()}
+        return {name: keys for name, keys in found.items() if keys}
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The same as `section.key: value`."""
+        return tuple(f"{name}.{key}: {value}" for name, keys in self.settings.items() for key, value in keys.items())
+
+    def step_from(self, before: Denser) -> str:
+        """The rung between the two, for people."""
+        if self.resident != before.resident:
+            return f"{self.resident} units on the device (memory.device_fraction: {self.device_fraction})"
+        return ", ".join(change for change in self.changes if change not in before.changes)
+
+    @property
+    def yaml(self) -> str:
+        """The same as lines to paste into a config."""
+        lines = []
+        for name, keys in self.settings.items():
+            lines += [f"{name}:", *(f"  {key}: {value}" for key, value in keys.items())]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Denser:
+        """From a checkpoint; names of a newer version are left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in plain.items() if name in known})

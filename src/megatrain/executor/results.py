@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatrain.metrics.pipeline import PipelineRecord
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -18,6 +20,7 @@ class StepResult:
             `slab_wait` (for a free gradient slab).
         loss_scale: Of this step (fp16), else 1.
         moved_bytes: Copied between host and device for this step: `h2d` (weights, offloaded inputs), `d2h` (gradients, inputs).
+        pipeline: What the instruments say, None where they are off.
     """
 
     loss: float | None
@@ -27,6 +30,7 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
     loss_scale: float = 1.0
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    pipeline: PipelineRecord | None = None
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,84 @@
-"""Keeping a layer's activations without keeping its weights.
+"""Keeping a layer's activations without keeping its weights, and without its input where that waits on the host.
 
 [Note: activations without weights]
 Autograd saves for the backward whatever it needs: activations, and the weights too. But the weights lie in a slot that the next
 layers overwrite. So while a layer runs, a pack hook replaces every saved tensor inside its weights by a note of (size, stride,
 offset), and the unpack hook reads it from wherever the same layer's weights are *then*: fetched again, maybe into another slot.
-Works for eager and for compiled code, since both save through the same hooks.
+The same is done with the layer's input where it is offloaded. Works for eager and for compiled code, since both save through the
+same hooks.
+
+[Note: what a waiting graph holds]
+A graph that waits for its backward holds what its nodes have saved, and nothing else: its roots and its inputs are edges
+(`GradientEdge`), not tensors. An output is the next layer's input and may be offloaded, so the graph must not hold it. An input
+that is a leaf would be held by the node that collects its gradient; an offloaded one comes in through `entrance`, whose node
+holds nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A saved tensor that lies inside the weights."""
+    """A saved tensor that lies inside one of the moving tensors."""
 
+    home: str
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class MovingWeights:
-    """The flat weights of one layer call, at different addresses in forward and backward.
+class MovingTensors:
+    """Tensors of one layer call that are at different addresses in forward and backward.
 
     Args:
-        flat: (numel,) weights during the forward.
+        homes: The tensors during the forward, by name; each is contiguous.
     """
 
-    def __init__(self, flat: torch.Tensor):
-        self._start = flat.data_ptr()
-        self._end = self._start + flat.nbytes
-        self._itemsize = flat.itemsize
-        self.now: torch.Tensor | None = None
-        """Where the weights are during the backward; set right before it."""
+    def __init__(self, homes: Mapping[str, torch.Tensor]):
+        self._ranges = [(name, t.data_ptr(), t.data_ptr() + t.nbytes, t.itemsize) for name, t in homes.items()]
+        self.now: Mapping[str, torch.Tensor] = {}
+        """Where they are during the backward; set right before it."""
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Autograd graphs made inside keep notes instead of weights."""
+        """Autograd graphs made inside keep notes instead of these tensors."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         address = tensor.data_ptr()
-        if not self._start <= address < self._end or tensor.itemsize != self._itemsize:
-            return tensor
-        return _Place(tensor.shape, tensor.stride(), (address - self._start) // self._itemsize)
+        for name, start, end, itemsize in self._ranges:
+            if start <= address < end and tensor.itemsize == itemsize:
+                return _Place(name, tensor.shape, tensor.stride(), (address - start) // itemsize)
+        return tensor
 
     def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        assert self.now is not None, "the weights are not back yet"
-        return torch.as_strided(self.now, saved.size, saved.stride, saved.offset + self.now.storage_offset())
+        assert saved.home in self.now, f"{saved.home}: not back yet"
+        home = self.now[saved.home]
+        return torch.as_strided(home, saved.size, saved.stride, saved.offset + home.storage_offset())
+
+
+class _Entrance(torch.autograd.Function):
+    """The identity, with a node that holds nothing. Its backward never runs: the gradient is taken in front of it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("the gradient of a graph's input is taken in front of its entrance")
+
+
+def entrance(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as an input of a graph that does not hold it. See [Note: what a waiting graph holds]."""
+    return _Entrance.apply(torch.empty(0, device=tensor.device, requires_grad=True), tensor)  # type: ignore[return-value]

@@ -26,13 +26,15 @@ class Placement:
 
     Attributes:
         resident: Names of units whose planes are on the device.
-        kept, selective, offloaded: Layers, by index; see `HostEngine`.
+        kept, selective, offloaded, attention, mlp: Layers, by index; see `HostEngine`.
     """
 
     resident: frozenset[str]
     kept: frozenset[int]
     selective: frozenset[int]
     offloaded: frozenset[int]
+    attention: frozenset[int]
+    mlp: frozenset[int]
 
     @classmethod
     def of(
@@ -42,12 +44,17 @@ class Placement:
         kept: Collection[int] | Literal["all"],
         selective: Collection[int] | Literal["all"],
         offloaded: Collection[int] | Literal["all"],
+        attention: Collection[int] | Literal["all"] = (),
+        mlp: Collection[int] | Literal["all"] = (),
     ) -> Placement:
         """Resolve `all`."""
         layers = range(len(structure.layers))
         return cls(
             frozenset((unit.name for unit in structure.units) if resident == "all" else resident),
-            *(frozenset(layers if chosen == "all" else chosen) for chosen in (kept, selective, offloaded)),
+            *(
+                frozenset(layers if chosen == "all" else chosen)
+                for chosen in (kept, selective, offloaded, attention, mlp)
+            ),
         )
 
 
@@ -98,11 +105,17 @@ def check_placement(
     """Raise one UserError with everything about the placement that cannot work for this model."""
     known = {unit.name for unit in structure.units}
     problems = [f"there is no unit {name}" for name in sorted(placement.resident - known)]
-    special = placement.kept | placement.selective | placement.offloaded
+    parts = placement.attention | placement.mlp
+    special = placement.kept | placement.selective | placement.offloaded | parts
     if any(not 0 <= layer < len(structure.layers) for layer in special):
-        problems.append(f"kept, selective or offloaded names layers outside 0..{len(structure.layers) - 1}")
+        problems.append(
+            "kept, selective, offloaded, keep_attention or keep_mlp names layers outside "
+            f"0..{len(structure.layers) - 1}"
+        )
     if special and segment > 1:
-        problems.append("segment excludes kept, selective and offloaded layers")
+        problems.append("segment excludes kept, selective and offloaded layers, and such that keep a part")
+    if placement.attention & placement.mlp:
+        problems.append("a layer that keeps its attention and its MLP is a kept layer: name it in kept")
     if placement.resident and not gradient_plane:
         problems.append("resident units need their gradient plane: set gradient_plane=True")
     if placement.resident and compute == torch.float16:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from megatrain.device.offload import InputStore
@@ -23,14 +24,14 @@ from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.gradients import GradientFlow
 from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors, entrance
 from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
 from megatrain.loss import IGNORED, Targets, cross_entropy_sum, find_targets
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
-from megatrain.models.templates import Variant
+from megatrain.models.templates import PARTS, Kept, Variant
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -48,7 +49,9 @@ class StepShape:
         head_tokens: Target tokens whose logits exist at the same time.
         segment: 1 keeps every layer's input, K keeps every K-th and computes a layer a third time.
         kept: Layers whose activations are kept.
-        selective: Layers whose activations are kept in part. All others are recomputed from their input.
+        selective: Layers whose activations are kept in part.
+        attention: Layers that keep what their attention gave, and recompute all else.
+        mlp: Layers that keep the products of their MLP's matrices, and recompute all else. All others are recomputed.
     """
 
     windows: int
@@ -57,6 +60,15 @@ class StepShape:
     segment: int
     kept: frozenset[int] = frozenset()
     selective: frozenset[int] = frozenset()
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    def variants(self) -> dict[int, Variant]:
+        """Variant of each layer that is not recomputed from its input alone."""
+        sets: dict[Variant, frozenset[int]] = {
+            "attention": self.attention, "mlp": self.mlp, "selective": self.selective, "keep": self.kept
+        }  # fmt: skip
+        return {layer: variant for variant, layers in sets.items() for layer in layers}
 
 
 @dataclass
@@ -105,6 +117,8 @@ class StepRunner:
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
+        self.interruption: BaseException | None = None
+        """Set by another thread: the step in progress, or the next one, ends with it at the next layer."""
 
     # ---------------------------------------------------------------- the step
 
@@ -124,7 +138,7 @@ class StepRunner:
         windows = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.windows))
         chunk_rows = min(shape.chunk_rows, max(rows.stop - rows.start for rows in windows))
         self._learn_row_axes(inputs, chunk_rows)
-        self._variants = {**dict.fromkeys(shape.selective, "selective"), **dict.fromkeys(shape.kept, "keep")}
+        self._variants = shape.variants()
         self._weights.follow(training_visits(len(self._units), shape.segment, len(windows)))
         self._gradients.begin_step()
         self.marks = []
@@ -136,7 +150,8 @@ class StepRunner:
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
             here = _targets_of(targets, rows, inputs)
-            d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
+            with self._streams.traced("head"):
+                d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
             self._mark("backward")
             torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)  # [Note: the graph between the layers]
             del hidden_BTD, d_hidden_BTD
@@ -165,6 +180,17 @@ class StepRunner:
         """Let go of everything that refers to the device's buffers."""
         self._leaf_cache.clear()
 
+    def _stop_if_asked(self) -> None:
+        if self.interruption is not None:
+            error, self.interruption = self.interruption, None
+            raise error
+
+    def where(self) -> str:
+        """The phase in work and its layer, for people."""
+        phase = self.marks[-1][0] if self.marks else "forward"
+        layer = self._weights.visited if phase in ("forward", "backward") else None
+        return f"the {phase}" if layer is None else f"the {phase} of layer {layer}"
+
     def abandon(self) -> None:
         """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
         self._tape, self._probe, self._call_axes, self._chunks, self.marks = None, None, None, [], []
@@ -172,6 +198,7 @@ class StepRunner:
         self._weights.abandon()
         self._gradients.abandon()
         self._inputs.abandon()
+        self._streams.spans.drop()
 
     # ---------------------------------------------------------------- forward
 
@@ -190,12 +217,17 @@ class StepRunner:
 
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
+        self._stop_if_asked()
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
-        if call is not None and index in self._variants:
-            outputs, spec = self._forward_kept(call, self._variants[index])
-        else:
-            outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None)
+        with self._streams.traced("forward", index):
+            if call is not None and self._keeps_graph(index):
+                outputs, spec = self._forward_kept(call, self._variants[index])
+            else:
+                if call is not None and index in self._variants:  # see [Note: one part kept]
+                    stays = self.shell.kept_operations(index, self._variants[index])
+                    call.kept = [Kept(stays) for _ in self._chunks]
+                outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
         if self._probe is not None:
             self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
         if call is not None:
@@ -206,8 +238,17 @@ class StepRunner:
             self._weights.edge_weights(1)  # behind the last layer: the head's own update ran as long as it could
         return pytree.tree_unflatten(outputs, spec)
 
+    def _keeps_graph(self, layer: int) -> bool:
+        """Whether the layer's autograd graph waits for the backward."""
+        variant = self._variants.get(layer)
+        return variant is not None and (variant not in PARTS or self.shell.compiled(layer))
+
     def _forward_layer(
-        self, index: int, arguments: Arguments, random_states: list[randomness.RandomState] | None
+        self,
+        index: int,
+        arguments: Arguments,
+        random_states: list[randomness.RandomState] | None,
+        call: LayerCall | None = None,
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """One layer over all chunks of the window, without autograd. Returns output leaves and their structure."""
         unit = self._units[index]
@@ -215,42 +256,65 @@ class StepRunner:
         parts: list[list[Any]] = []
         spec = None
         with torch.no_grad():
-            for rows in self._chunks:
+            for number, rows in enumerate(self._chunks):
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
                 args, kwargs = arguments.unflatten(self._cut_inputs(index, arguments.leaves, rows))
-                leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, "forward", weights, args, kwargs))
+                with call.kept[number].written() if call is not None and call.kept else contextlib.nullcontext():
+                    leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, "forward", weights, args, kwargs))
                 parts.append(leaves)
         self._weights.release(index)
         assert spec is not None
         return self._join_outputs(index, parts), spec
 
     def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], pytree.TreeSpec]:
-        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without weights."""
-        flat = self._weights.fetch(call.layer)
-        moving = None if self._weights.stays(call.layer) else MovingWeights(flat)
+        """One layer over all chunks of the window, with autograd; its graphs wait for the backward without what moves."""
+        flat, leaving = self._weights.fetch(call.layer), self._leaving_input(call)
+        homes = {} if self._weights.stays(call.layer) else {"weights": flat}
+        if leaving is not None:
+            homes["input"] = call.arguments.leaves[leaving].detach()
+        moving = MovingTensors(homes) if homes else None
+        parts: list[list[Any]] = []
         spec = None
         for rows in self._chunks:
-            graph, spec = self._graph_of(call, flat, rows, variant, moving)
+            around = moving.left_out() if moving else contextlib.nullcontext()
+            graph, outputs, spec = self._graph_of(call, flat, rows, variant, around, leaving)
+            graph.moving = moving
             call.graphs.append(graph)
+            parts.append(outputs)
         self._weights.release(call.layer)
         assert spec is not None
-        return self._join_outputs(call.layer, [graph.outputs for graph in call.graphs]), spec
+        return self._join_outputs(call.layer, parts), spec
 
     def _graph_of(
-        self, call: LayerCall, flat: torch.Tensor, rows: slice, variant: Variant, moving: MovingWeights | None
-    ) -> tuple[ChunkGraph, pytree.TreeSpec]:
-        """Compute one layer on one chunk with autograd, with leaves of its own for inputs and weights."""
+        self,
+        call: LayerCall,
+        flat: torch.Tensor,
+        rows: slice,
+        variant: Variant,
+        around: contextlib.AbstractContextManager[Any],
+        leaving: int | None = None,
+    ) -> tuple[ChunkGraph, list[Any], pytree.TreeSpec]:
+        """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights.
+
+        Args:
+            leaving: Position of an argument that the graph must not hold.
+
+        Returns:
+            The graph, and the layer's output leaves with their structure.
+        """
         unit = self._units[call.layer]
         weights = self._leaves(unit, flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
         for position in call.trained:
-            leaves[position] = leaves[position].detach().requires_grad_()
+            leaf = leaves[position].detach()
+            leaves[position] = entrance(leaf) if position == leaving else leaf.requires_grad_()
         args, kwargs = call.arguments.unflatten(leaves)
-        with torch.enable_grad(), moving.left_out() if moving else contextlib.nullcontext():
+        with torch.enable_grad(), around:
             outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
         trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        return ChunkGraph(outputs, [leaves[position] for position in call.trained], trained, moving), spec
+        inputs = [get_gradient_edge(leaves[position]) for position in call.trained]
+        return ChunkGraph([_edge_of(output) for output in outputs], inputs, trained), outputs, spec
 
     # ---------------------------------------------------------------- head
 
@@ -313,7 +377,8 @@ class StepRunner:
             calls = tape.calls[start : start + segment]
             self._recompute_inputs(calls)
             for call in reversed(calls):
-                self._backward_layer(call, tape)
+                with self._streams.traced("backward", call.layer):
+                    self._backward_layer(call, tape)
         self._collect(edges.embedding)
         self._gradients.send_edge(self.shell.structure.embedding)
 
@@ -322,6 +387,7 @@ class StepRunner:
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
+        self._stop_if_asked()
         self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
         total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))
@@ -330,12 +396,13 @@ class StepRunner:
             if call.graphs:
                 graph, call.graphs[number] = call.graphs[number], _DONE
                 if graph.moving is not None:
-                    graph.moving.now = flat
+                    graph.moving.now = {"weights": flat, **self._returned_input(call)}
             else:
+                kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
-                    graph, _ = self._graph_of(call, flat, rows, "recompute", None)
+                    graph, _, _ = self._graph_of(call, flat, rows, "recompute", kept)
             d_outputs = self._output_gradients(call, rows)
-            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if g is not None]
+            used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if o is not None and g is not None]
             found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
             total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
@@ -344,7 +411,7 @@ class StepRunner:
         self._weights.release(call.layer)
         self._gradients.send_layer(total)
         tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
-        call.arguments.leaves, call.output_gradients, call.random_states, call.graphs = [], [], [], []
+        call.forget()
 
     def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Autograd leaves over a layer's weights where they are now. Made once for each place, since a place is a slot or a
@@ -357,14 +424,25 @@ class StepRunner:
                 self._leaf_cache[key] = leaves
         return leaves
 
+    def _leaving_input(self, call: LayerCall) -> int | None:
+        """Position of the argument that waits on the host for the backward, if the layer is one that has such: the first one
+        that is an earlier layer's output, its hidden states."""
+        if call.layer not in self._inputs.layers or not call.sources:
+            return None
+        position = next(iter(call.sources))
+        return position if call.arguments.leaves[position].is_contiguous() else None
+
     def _offload(self, call: LayerCall) -> None:
-        """Send a recomputed layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
-        if call.layer not in self._inputs.layers or call.layer in self._variants:
-            return
-        for position in call.sources:
+        """Send the layer's input to the host, if it is one that waits there. See [Note: offloaded input lifetime]."""
+        position = self._leaving_input(call)
+        if position is not None:
             self._inputs.put(call.layer, call.arguments.leaves[position])
             call.arguments.leaves[position] = None
-            return  # an offloaded layer has one input that is an earlier layer's output: its hidden states
+
+    def _returned_input(self, call: LayerCall) -> dict[str, torch.Tensor]:
+        """The input that has come back from the host, by its name among what moves."""
+        position = next(iter(call.sources), None)
+        return {} if position is None else {"input": call.arguments.leaves[position].detach()}
 
     def _bring_back(self, call: LayerCall, tape: Tape) -> None:
         """Put an offloaded input back in its place and start the next one's way."""
@@ -378,7 +456,7 @@ class StepRunner:
         """Compute again the inputs that a segment dropped, from the one it kept."""
         for call, following in zip(calls, calls[1:], strict=False):
             states = call.random_states[0] if call.random_states else randomness.capture(self._streams.device)
-            with randomness.replayed(self._streams.device, states):
+            with randomness.replayed(self._streams.device, states), self._streams.traced("recompute", call.layer):
                 outputs, _ = self._forward_layer(call.layer, call.arguments, None)
             for position, source in following.sources.items():
                 if following.arguments.leaves[position] is None:
@@ -449,7 +527,7 @@ class StepRunner:
 
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
-        self.shell.choose_attention(packed=batch.get("position_ids") is not None)
+        self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
         return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
 
     def _bind_edges(self, requires_grad: bool) -> Edges:
@@ -477,12 +555,18 @@ _DONE = ChunkGraph([], [], {})
 """Stands in the list for a graph whose backward has begun, so that nothing but the backward holds its activations."""
 
 
+def _edge_of(output: Any) -> GradientEdge | None:
+    """Where a layer output's gradient enters the layer's graph."""
+    return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+
+
 def _grad(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge | torch.Tensor], gradients: list[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
     if not outputs:
         return [None] * len(inputs)
-    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    # A list of edges and tensors is not foreseen by the signature, but is by the function.
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # type: ignore[call-overload]
 
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:

@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from megatrain.executor.saved import MovingWeights
+from megatrain.executor.saved import MovingTensors
+from megatrain.models.templates import Kept
 
 
 @dataclass
@@ -52,19 +54,19 @@ class Source:
 
 @dataclass
 class ChunkGraph:
-    """A layer's computation on one chunk, with autograd.
+    """A layer's computation on one chunk, with autograd. See [Note: what a waiting graph holds] in saved.py.
 
     Attributes:
-        outputs: Output leaves of the layer.
-        inputs: The argument leaves that need a gradient, in the order of `LayerCall.trained`.
+        outputs: Roots: one for each output leaf of the layer, None where it has no gradient.
+        inputs: Of the argument leaves that need a gradient, in the order of `LayerCall.trained`.
         weights: The parameters that need a gradient, by layout name.
-        moving: Where the weights are, if the graph must find them at another address than where it was made.
+        moving: What the graph must find at another address than where it was made.
     """
 
-    outputs: list[Any]
-    inputs: list[torch.Tensor]
+    outputs: list[GradientEdge | None]
+    inputs: list[GradientEdge]
     weights: dict[str, torch.Tensor]
-    moving: MovingWeights | None = None
+    moving: MovingTensors | None = None
 
 
 @dataclass
@@ -78,6 +80,7 @@ class LayerCall:
         sources: For argument positions that are outputs of earlier calls.
         random_states: State of the random generators before each chunk, replayed in the recompute.
         graphs: Each chunk's autograd graph, where the layer's activations are kept; then nothing is computed again.
+        kept: What each chunk keeps of one part of an eager layer, for its recompute.
         output_gradients: Gradient of each output so far, None where nobody has sent one (yet).
     """
 
@@ -87,7 +90,13 @@ class LayerCall:
     sources: dict[int, Source]
     random_states: list[Any] = field(default_factory=list)
     graphs: list[ChunkGraph] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     output_gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """The call's backward is done: let go of all that it held."""
+        self.arguments.leaves, self.output_gradients, self.random_states = [], [], []
+        self.graphs, self.kept = [], []
 
     def receive(self, output: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of one of the call's outputs."""

@@ -90,6 +90,11 @@ class WeightStream:
             self._load(slot, unit)
         return slot.acquire(unit.layout.numel)
 
+    @property
+    def visited(self) -> int | None:
+        """The layer that was fetched last; None before the first of a list."""
+        return self._visits[self._position - 1] if self._position else None
+
     def stays(self, layer: int) -> bool:
         """Whether the layer is resident: its weights have the same address in every visit, and no slot."""
         return self._store.units[self._layers[layer].name].resident

@@ -96,6 +96,8 @@ class HostStore:
         self.grad_dtype = grad_dtype
         self._layouts = [(name, layout) for name, layout in layouts if name not in resident]
         self._arenas: dict[str, Arena] = {}
+        self._moved: list[tuple[str, Arena]] = []
+        """(kind, arena of one unit), for units that have left the device."""
         self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, "m": torch.float32, "v": torch.float32}
         """Type of each plane kind."""
         if split:
@@ -130,12 +132,14 @@ class HostStore:
 
     def pin(self, planes: Sequence[str] = ("hi", "grad")) -> None:
         """Pin plane kinds that exist. Raises PinRefused from the first arena the driver refuses; nothing stays pinned then."""
-        pinned = []
+        pinned: list[Arena] = []
+        wanted = [(arena, self._cuts(kind)) for kind, arena in self._arenas.items() if kind in planes]
+        wanted += [(arena, [0]) for kind, arena in self._moved if kind in planes]
         try:
-            for kind in planes:
-                if kind in self._arenas and not self._arenas[kind].pinned_bytes:
-                    pinned.append(self._arenas[kind])
-                    self._arenas[kind].register(self._cuts(kind))
+            for arena, cuts in wanted:
+                if not arena.pinned_bytes:
+                    pinned.append(arena)
+                    arena.register(cuts)
         except BaseException:
             for arena in pinned:
                 arena.unregister()
@@ -143,11 +147,14 @@ class HostStore:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(arena.pinned_bytes for arena in self._arenas.values())
+        return sum(arena.pinned_bytes for _, arena in self._all_arenas())
 
     def plane_bytes(self) -> dict[str, int]:
         """Bytes of each plane kind in host memory, page rounding included."""
-        return {kind: arena.nbytes for kind, arena in self._arenas.items()}
+        sizes = dict.fromkeys(self._arenas, 0)
+        for kind, arena in self._all_arenas():
+            sizes[kind] += arena.nbytes
+        return sizes
 
     @property
     def resident_bytes(self) -> int:
@@ -158,9 +165,45 @@ class HostStore:
     def close(self) -> None:
         """Unpin and give the memory back. The planes must not be used any more."""
         self.units = {}
-        for arena in self._arenas.values():
+        for _, arena in self._all_arenas():
             arena.close()
-        self._arenas = {}
+        self._arenas, self._moved = {}, []
+
+    def move_to_host(self, name: str) -> None:
+        """A resident unit leaves the device, which must be idle. Its planes are new, and not pinned yet."""
+        unit = self.units[name]
+        assert unit.resident, name
+        for kind, dtype in self.dtypes.items():
+            arena = Arena(max(unit.layout.numel * dtype.itemsize, PAGE_BYTES))
+            self._moved.append((kind, arena))
+            plane, old = arena.tensor(0, unit.layout.numel, dtype), getattr(unit, kind)
+            if old is not None and kind != "grad":
+                plane.copy_(old)
+            setattr(unit, kind, plane)
+        unit.resident = False
+
+    def widen_gradients(self) -> None:
+        """Gradient planes become fp32, as sums over windows need. What they hold is lost; nothing may use them."""
+        if self.grad_dtype is None or self.grad_dtype == torch.float32:
+            return
+        self.dtypes["grad"] = self.grad_dtype = torch.float32
+        for unit in self.units.values():
+            unit.grad = None
+        for kind, arena in self._all_arenas():
+            if kind == "grad":
+                arena.close()
+        self._moved = [(kind, arena) for kind, arena in self._moved if kind != "grad"]
+        planes = dict(zip((name for name, _ in self._layouts), self._plane("grad"), strict=True))
+        for unit in self.units.values():
+            if unit.name in planes:
+                unit.grad = planes[unit.name]
+            elif not unit.resident:  # it came from the device
+                arena = Arena(max(4 * unit.layout.numel, PAGE_BYTES))
+                self._moved.append(("grad", arena))
+                unit.grad = arena.tensor(0, unit.layout.numel, torch.float32)
+
+    def _all_arenas(self) -> list[tuple[str, Arena]]:
+        return [*self._arenas.items(), *self._moved]
 
     def _offsets(self, itemsize: int) -> list[int]:
         """Start of each unit in an arena of that item size, in bytes, page aligned; the end of the last one is appended."""

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from megatrain.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+OPTIONAL = ("adamw_streaming_gparams", "attention_long_tflops", "device_node", "pin_limit_gib")
+SHORT_ROW, LONG_ROW = 1024, 32768
+"""Tokens of the rows in which attention is measured."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Machine:
         matrix_tflops: bf16 matrix products of a layer's sizes on the GPU, fp32 accumulation.
         device_bandwidth_gbps: Of the GPU's memory, read and written bytes together.
         attention_tflops: Fastest backend, causal forward and backward together, at 1,024 tokens.
+        attention_long_tflops: The same at 32,768 tokens; None where it was not measured.
         attention_ms: Milliseconds by backend, for 16,384 tokens of 32 heads.
         disk_write_gbps, disk_read_gbps: Of the place where runs are written; 0 where it was not measured.
         numa_nodes: Memory nodes of the host.
@@ -60,6 +68,7 @@ class Machine:
     matrix_tflops: float = 100.0
     device_bandwidth_gbps: float = 800.0
     attention_tflops: float = 60.0
+    attention_long_tflops: float | None = None
     attention_ms: Mapping[str, float] = field(default_factory=dict)
     disk_write_gbps: float = 0.0
     disk_read_gbps: float = 0.0
@@ -74,6 +83,15 @@ class Machine:
         """AdamW threads that are worth having: the fewest within 3% of the best measured rate."""
         best = max(self.adamw_gparams.values())
         return min(count for count, rate in self.adamw_gparams.items() if rate >= 0.97 * best)
+
+    def attention_rate(self, tokens: int) -> float:
+        """FLOPs a second of causal attention in rows of `tokens` tokens: seconds per FLOP are a line in 1 / tokens through the
+        two measured lengths."""
+        short, long = self.attention_tflops, self.attention_long_tflops
+        if long is None:
+            return short * 1e12
+        slope = (1 / short - 1 / long) / (1 / SHORT_ROW - 1 / LONG_ROW)
+        return 1e12 / (1 / long + slope * (1 / max(tokens, SHORT_ROW) - 1 / LONG_ROW))
 
     def adamw_rate(self, threads: int | None = None) -> float:
         """Parameters a second of AdamW on the host while weights stream; `threads` None means the best."""
@@ -107,24 +125,26 @@ def machine_from(data: Mapping[str, Any], where: str) -> Machine:
     Raises:
         UserError: A field is unknown, missing or no number; all problems at once.
     """
-    known = {f.name: f for f in fields(Machine)}
-    problems = []
-    for name in data:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            problems.append(f"unknown key {name!r}" + (f'; did you mean "{near[0]}"?' if near else ""))
-    for name, info in known.items():
-        if name not in data:
-            if info.default is MISSING and info.default_factory is MISSING:
-                problems.append(f"{name} is missing")
-            continue
-        problems += _problems_of(name, data[name])
+    problems = [*name_problems(data, Machine)]
+    problems += [problem for f in fields(Machine) if f.name in data for problem in _problems_of(f.name, data[f.name])]
     if problems:
         raise UserError("; ".join(problems), where, "docs/planner.md describes the fields; docs/machines has examples")
     values = dict(data)
     if "adamw_gparams" in values:
         values["adamw_gparams"] = {int(count): float(rate) for count, rate in values["adamw_gparams"].items()}
     return Machine(**values)
+
+
+def name_problems(data: Mapping[str, Any], figures: type[DataclassInstance]) -> Iterator[str]:
+    """Keys of a file that the dataclass does not know, and fields without a default that the file does not give."""
+    known = {f.name: f for f in fields(figures)}
+    for name in data:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            yield f"unknown key {name!r}" + (f'; did you mean "{near[0]}"?' if near else "")
+    for name, info in known.items():
+        if name not in data and info.default is MISSING and info.default_factory is MISSING:
+            yield f"{name} is missing"
 
 
 def _problems_of(name: str, value: Any) -> list[str]:
@@ -136,7 +156,7 @@ def _problems_of(name: str, value: Any) -> list[str]:
         if name == "adamw_gparams" and (not value or not all(str(count).isdigit() for count in value)):
             return [f"{name} should map numbers of threads to rates, found {value!r}"]
         return []
-    optional = value is None and name in ("adamw_streaming_gparams", "device_node", "pin_limit_gib")
+    optional = value is None and name in OPTIONAL
     if not optional and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
         return [f"{name} should be a number, found {value!r}"]
     return []
@@ -148,6 +168,20 @@ def load_machine(path: str | Path) -> Machine:
     Raises:
         UserError: The file is missing or not a machine file.
     """
+    data = read_figures(path)
+    if "gpus_per_node" in data:
+        raise UserError(
+            "is the file of a cluster, not of one machine", str(path), "plan for it with --world and engine: mesh"
+        )
+    return machine_from(data, str(path))
+
+
+def read_figures(path: str | Path) -> dict[str, Any]:
+    """The fields of a machine's or a cluster's file, YAML or JSON, as they are written.
+
+    Raises:
+        UserError: The file is missing or holds no fields.
+    """
     file = Path(path)
     try:
         data = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
@@ -157,4 +191,4 @@ def load_machine(path: str | Path) -> Machine:
         raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", str(file)) from None
     if not isinstance(data, dict):
         raise UserError("should hold the fields of a machine", str(file), "docs/machines has examples")
-    return machine_from(data, str(file))
+    return data

@@ -23,7 +23,7 @@ from megatrain.errors import UserError
 from megatrain.host.arena import Arena, PinRefused
 from megatrain.host.available import available_host_bytes
 from megatrain.machine import system
-from megatrain.machine.machine import Machine, machine_from
+from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
 from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater
 
@@ -62,6 +62,11 @@ def probe(device: str | torch.device = "auto", *, cache: bool = True, disk_folde
     if cache:
         _keep(machine, file)
     return machine
+
+
+def known_machine(device: str | torch.device) -> Machine | None:
+    """The figures of an earlier `probe` on this hardware, None where there was none. Measures nothing."""
+    return _cached(cache_file(gpu_of(device)))
 
 
 def measure(gpu: torch.device | None, disk_folder: Path, *, scale: float = 1.0) -> Machine:
@@ -184,10 +189,9 @@ def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -
 
     free, total = torch.cuda.mem_get_info(gpu)
     copies, streaming, limit = _copies(gpu, threads, elements, nbytes)
-    heads, dim, tokens = 32, 128, 1024
-    attention = measured_backends(heads, 8, dim, tokens, torch.bfloat16, gpu)
-    # of one causal forward and backward: 3.5 forwards of 4 T^2 d / 2 per head
-    flops = 3.5 * (16384 // tokens) * heads * 4 * tokens**2 * dim / 2
+    heads, dim = 32, 128
+    attention = measured_backends(heads, 8, dim, SHORT_ROW, torch.bfloat16, gpu)
+    long_attention = measured_backends(heads, 8, dim, LONG_ROW, torch.bfloat16, gpu)
     bus = bus_id(gpu)
     facts: dict[str, object] = {
         "device_gib": round(min(free + torch.cuda.memory_reserved(gpu), total) / GIB, 2),
@@ -202,8 +206,13 @@ def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -
         "link": str(system.device_link(bus) or ""),
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
     }
-    if attention:
-        facts["attention_tflops"] = round(flops / attention[0][1] / 1e9, 1)
+    # of one causal forward and backward: 3.5 forwards of 4 T^2 d / 2 per head
+    for name, found, tokens, rows in (
+        ("attention_tflops", attention, SHORT_ROW, 16384 // SHORT_ROW),
+        ("attention_long_tflops", long_attention, LONG_ROW, 1),
+    ):
+        if found:
+            facts[name] = round(3.5 * rows * heads * 4 * tokens**2 * dim / 2 / found[0][1] / 1e9, 1)
     torch.cuda.empty_cache()
     return facts
 
@@ -327,13 +336,24 @@ def device_seconds(run: Callable[[], object], device: torch.device, repeat: int 
     return statistics.median(times)
 
 
-def known(device: str | torch.device = "auto") -> Machine | None:
-    """This machine's figures if they were measured before; measures nothing.
+def sustained_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Mean seconds of a call that is made `times` times back to back, after two that do not count: at the clock that the
+    device can hold, where `device_seconds` sees the one of a short burst."""
 
-    Raises:
-        UserError: There is no such device.
-    """
-    return _cached(cache_file(gpu_of(device)))
+    def all_of_them() -> None:
+        for _ in range(times):
+            run()
+
+    run()
+    run()
+    if device.type != "cuda":
+        return seconds_of(all_of_them, 1) / times
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    all_of_them()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,17 +19,27 @@ from typing import Any
 from megatrain.errors import UserError
 
 TENSOR_STYLES = frozenset(
-    {"colwise", "rowwise", "replicated_with_grad_allreduce", "colwise_gather_output", "embedding_rowwise"}
+    {
+        "colwise",
+        "rowwise",
+        "replicated_with_grad_allreduce",
+        "colwise_gather_output",
+        "embedding_rowwise",
+        "moe_tp_experts",
+        "packed_colwise",
+    }
 )
 """The styles of Hugging Face's `tp_plan` that `megatrain.mesh.tensor` translates. Some releases add the embedding to the plan of
-a tied model; embedding and head are split by vocabulary in any case."""
+a tied model; embedding and head are split by vocabulary in any case. Experts are split by expert (megatrain.mesh.experts),
+whatever the plan says of their matrices (`packed_colwise`, `rowwise`)."""
 
 TENSOR_FAMILIES = frozenset(
-    "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5".split()
+    "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5 "
+    "mixtral qwen3_moe".split()
 )
 """Model types whose gradients under tensor parallel are part of the test suite."""
 
-CONTEXT_FAMILIES = TENSOR_FAMILIES | frozenset({"qwen3_moe", "mixtral", "olmo2"})
+CONTEXT_FAMILIES = TENSOR_FAMILIES | frozenset({"olmo2"})
 """Model types whose gradients under context parallel are part of the test suite."""
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
@@ -311,7 +321,13 @@ class Layout:
                     f"{config.model_type}'s plan uses the styles {', '.join(unknown)}, which are not supported; "
                     "tensor 1 would fit"
                 )
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "num_experts",
+            "num_local_experts",
+        ):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
                 yield f"{name} {value} is not a multiple of tensor {self.tensor}; {_divisors(value)} would fit"

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatrain.errors import UserError
 from megatrain.loss import IGNORED
+from megatrain.mesh.experts import MixtureBlock, OwnExperts, Router
 from megatrain.mesh.stage import Stage
 from megatrain.models.structure import Structure
 
@@ -123,6 +124,8 @@ def _layer_styles(
             styles[name] = RowwiseParallel(output_layouts=Shard(TOKEN_DIM))
         elif style == "replicated_with_grad_allreduce":
             styles[name] = SequenceParallel(sequence_dim=HEAD_DIM, use_local_output=True)
+        elif style == "moe_tp_experts":
+            styles |= _mixture_styles(layer, name)
         elif style is not None:
             raise UserError(
                 f"style {style!r} of {prefix}.{name} is not supported",
@@ -132,6 +135,18 @@ def _layer_styles(
         elif _is_norm(module) and not any(name.startswith(block + ".") for block in blocks):
             styles[name] = SequenceParallel(sequence_dim=TOKEN_DIM, use_local_output=True)
     return styles
+
+
+def _mixture_styles(layer: nn.Module, experts: str) -> dict[str, ParallelStyle]:
+    """Of the block that holds the experts, of the experts, and of whatever else in the block has parameters: the router."""
+    block = experts.rpartition(".")[0]
+    inside = {f"{block}.{name}": module for name, module in layer.get_submodule(block).named_modules() if name}
+    routers = {
+        name: Router()
+        for name, module in inside.items()
+        if not f"{name}.".startswith(f"{experts}.") and next(module.parameters(recurse=False), None) is not None
+    }
+    return {block: MixtureBlock(), experts: OwnExperts(), **routers}
 
 
 def _planned_style(full_name: str, plan: Mapping[str, str]) -> str | None:

@@ -11,10 +11,12 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import orjson
 
 from megatrain.errors import UserError
+from megatrain.metrics.pipeline import PipelineRecord, pipeline_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class StepRecord:
     unix_time_s: float
     host_rss_bytes: int
     device_peak_bytes: int | None = None  # most device memory so far; None on the CPU
+    pipeline: PipelineRecord | None = None  # where the step's time went; None: not measured
 
 
 _KNOWN = frozenset(item.name for item in fields(StepRecord))
@@ -76,7 +79,10 @@ def parse_record(line: bytes, path: Path, number: int) -> StepRecord:
     """
     try:
         # unknown names are left out: a file of a newer version stays readable
-        return StepRecord(**{name: value for name, value in orjson.loads(line).items() if name in _KNOWN})
+        plain = {name: value for name, value in orjson.loads(line).items() if name in _KNOWN}
+        if plain.get("pipeline") is not None:
+            plain["pipeline"] = pipeline_from(plain["pipeline"])
+        return StepRecord(**plain)
     except (orjson.JSONDecodeError, AttributeError, TypeError) as error:
         raise UserError(f"is no step record: {error}", f"{path}:{number}", "move the damaged file away") from None
 
@@ -118,4 +124,12 @@ class MetricsWriter:
 
 
 def _line(record: StepRecord) -> bytes:
-    return orjson.dumps(asdict(record)) + b"\n"
+    plain = asdict(record)
+    if plain["pipeline"] is not None:  # what a machine or a step does not have is left out
+        plain["pipeline"] = _without_none(plain["pipeline"])
+    return orjson.dumps(plain) + b"\n"
+
+
+def _without_none(plain: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in plain.items() if value is not None}
+    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in kept.items()}

@@ -13,8 +13,9 @@ Shapes: B rows, T tokens, N tokens of a chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
-from megatrain.models.structure import LayerStandIn, Structure, attention_shape, with_submodule
-from megatrain.models.templates import LayerCode, Variant, template_groups
+from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
+from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
+from megatrain.models.tokenwise import Place, TokenChunks, mlp_matrices, modules_in_chunks
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """(layer index, positional arguments, keyword arguments) -> what HF's layer would return."""
@@ -80,6 +82,12 @@ class _GivenOutput:
         return (self.last_hidden_state,)[index]
 
 
+def _compute_chunk(
+    code: LayerCode, with_backward: bool, bound: Mapping[str, torch.Tensor], hidden_1nD: torch.Tensor
+) -> torch.Tensor:
+    return code("recompute" if with_backward else "forward", bound, (hidden_1nD,), {})
+
+
 def _can_flex(model: nn.Module) -> bool:
     """Whether the family supports flex attention, with heads of a size that its kernels take (a power of two, at least 16)."""
     config = model.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -100,7 +108,10 @@ class Shell:
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
         compiled: Compile the layers, once per template group.
         budget: Activation memory budget of layers whose activations are kept in part (compiled layers only).
-        packed_flex: Use flex attention for packed rows where the family has it: block masks instead of T x T masks.
+        flex: Use flex attention where the family has it, for packed rows and for rows longer than a layer's window: block
+            masks instead of T x T masks.
+        chunk_tokens: Compute MLPs and norms behind the layers in chunks of so many tokens; None: whole.
+        token_wise: Which modules can be, from `token_wise_places`.
     """
 
     def __init__(
@@ -111,7 +122,9 @@ class Shell:
         fp32_names: frozenset[str] = frozenset(),
         compiled: bool = False,
         budget: float = 1.0,
-        packed_flex: bool = False,
+        flex: bool = False,
+        chunk_tokens: int | None = None,
+        token_wise: Mapping[Place, str] | None = None,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())
@@ -131,30 +144,90 @@ class Shell:
         ]
         """Full names of the trained parameters that `logits` reads."""
         self._plain_attention = self._base.config._attn_implementation
-        self._packed_attention = self._plain_attention
-        if packed_flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
-            self._packed_attention = "flex_attention"
+        self._masked_attention = self._plain_attention
+        if flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
+            self._masked_attention = "flex_attention"
+        self._window = attention_window(structure.model.config)
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
         self.groups = template_groups(self.layers)
         """Template group of each layer."""
         templates = [self.layers[self.groups.index(group)] for group in sorted(set(self.groups))]
-        self._code = [LayerCode(module, f"layer_{i}", compiled, budget) for i, module in enumerate(templates)]
+        self._fp32_layer_names = [
+            {local for local, name in unit.full_names() if name in fp32_names} for unit in structure.layers
+        ]
+        self._chunks: list[TokenChunks] = []
+        self._streamed_base, self._layers_in_chunks = self._base, self.layers
+        if chunk_tokens is not None:
+            self._compute_in_chunks(chunk_tokens, token_wise or {}, compiled)
+        self._code = [
+            LayerCode(
+                module,
+                f"layer_{i}",
+                compiled,
+                budget,
+                self._layers_in_chunks[self.groups.index(i)],
+                mlp_matrices(module, token_wise or {}),
+            )
+            for i, module in enumerate(templates)
+        ]
         self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
         self._base_buffers: dict[str, torch.Tensor] = {}
         self._head_buffers: dict[str, torch.Tensor] = {}
         for name, buffer in buffers.items():
             self._place_buffer(name, buffer)
 
-    def choose_attention(self, packed: bool) -> None:
-        """Take the attention implementation for rows of one document, or for packed rows, from now on."""
-        implementation = self._packed_attention if packed else self._plain_attention
+    def _compute_in_chunks(self, tokens: int, places: Mapping[Place, str], compiled: bool) -> None:
+        """Put stand-ins that compute in chunks of tokens in the places of MLPs and of the norms behind the layers."""
+        codes: dict[tuple[int, str], LayerCode] = {}  # layers of a group share what is compiled
+
+        def chunked(root: nn.Module, fp32_names: Collection[str], group: int | None) -> nn.Module:
+            for path in modules_in_chunks(root, places, fp32_names):
+                module = root.get_submodule(path)
+                code = LayerCode(module, path, compiled=False)
+                if group is not None and compiled:
+                    name = f"layer_{group}_{path.replace('.', '_')}"
+                    code = codes.setdefault((group, path), LayerCode(module, name, compiled))
+                chunks = TokenChunks(module, functools.partial(_compute_chunk, code), tokens)
+                self._chunks.append(chunks)
+                root = with_submodule(root, path, chunks.twin())
+            return root
+
+        prefix = self._base_prefix
+        names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
+        self._streamed_base = chunked(self._base, names, None)
+        self._layers_in_chunks = [
+            chunked(layer, names, group)
+            for layer, names, group in zip(self.layers, self._fp32_layer_names, self.groups, strict=True)
+        ]
+
+    @property
+    def modules_in_chunks(self) -> int:
+        """How many modules are computed in chunks of tokens."""
+        return len(self._chunks)
+
+    def compiled(self, index: int) -> bool:
+        """Whether layer `index` is compiled code, until now."""
+        return self._code[self.groups[index]].compiled
+
+    def kept_operations(self, index: int, variant: Variant) -> Stays:
+        """What layer `index` keeps in a variant that keeps one part of it."""
+        return self._code[self.groups[index]].kept_operations(variant)
+
+    def choose_attention(self, packed: bool, tokens: int) -> None:
+        """Take the attention implementation for rows of `tokens` tokens, of one document or packed, from now on.
+
+        Packed rows, and rows longer than the window of some layer, need a mask beside causality, which sdpa takes as T x T
+        entries. Other rows have none: sdpa's kernels know causality.
+        """
+        masked = packed or (self._window is not None and tokens >= self._window)
+        implementation = self._masked_attention if masked else self._plain_attention
         if self._base.config._attn_implementation != implementation:
             config: Any = self.structure.model.config
             config._attn_implementation = implementation
 
     def train(self, mode: bool) -> None:
         """Put all modules in training or evaluation mode (dropout, router jitter)."""
-        for module in (self._base, self._head, *self.layers):
+        for module in (self._base, self._streamed_base, self._head, *self.layers, *self._layers_in_chunks):
             if module.training != mode:
                 module.train(mode)
 
@@ -182,7 +255,7 @@ class Shell:
             if name.startswith(self._base_prefix)
         }
         bound.update(self._base_buffers)
-        output = functional_call(self._base, bound, kwargs={**inputs, "use_cache": False})
+        output = functional_call(self._streamed_base, bound, kwargs={**inputs, "use_cache": False})
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
     def logits(self, edges: Mapping[str, torch.Tensor], hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -201,7 +274,8 @@ class Shell:
         """Compute layer `index` by HF's code with `weights` (layout names) and the layer's buffers bound for this call."""
         code = self._code[self.groups[index]]
         if not code.compiled:  # eager: the layer's own module, which may keep things to itself by its number
-            return functional_call(self.layers[index], {**weights, **self._layer_buffers[index]}, args, kwargs)
+            layer = (self._layers_in_chunks if variant in IN_CHUNKS else self.layers)[index]
+            return functional_call(layer, {**weights, **self._layer_buffers[index]}, args, kwargs)
         return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs)
 
     def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:

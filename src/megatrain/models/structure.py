@@ -253,6 +253,19 @@ def attention_shape(config: Any) -> tuple[int, int, int] | None:
     return heads, kv_heads or heads, dim or config.hidden_size // heads
 
 
+def attention_window(config: Any) -> int | None:
+    """Tokens that the narrowest layer of a model looks back, None where all of them see the whole row."""
+    text = config.get_text_config()
+    try:
+        kinds = getattr(text, "layer_types", None)
+        sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    except RuntimeError:  # as in `attention_shape`
+        return None
+    if kinds is not None and not any("sliding" in kind or "chunked" in kind for kind in kinds):
+        return None
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
+
+
 def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
     """A copy of `root`, shallow but along `path`, at whose end `replacement` stands. `root` is not changed."""
     twin = copy.copy(root)

@@ -6,31 +6,49 @@ attributes in all their submodules (`layer_idx` aside). The first layer of a gro
 buffers are bound to it. So a model of 100 layers compiles one or two of them.
 
 [Note: variants]
-A compiled function exists in up to four variants, each with a code object of its own, because the compiler's cache belongs to
+A compiled function exists in several variants, each with a code object of its own, because the compiler's cache belongs to
 the code object and its memory budget is no part of the cache's guards:
     forward    without gradients, for layers that will be recomputed
     recompute  with gradients, everything saved: its backward follows at once
     keep       with gradients, everything saved, until the backward
     selective  with gradients, until the backward, but only as much as the activation memory budget (0..1) allows: the compiler
                computes the rest again
+    attention  with gradients, until the backward, but of all that is saved only the layer's input and what its attention gave
+    mlp        the same with the products of the MLP's matrices instead of the attention
+
+[Note: one part kept]
+`attention` and `mlp` keep the results of some operations by name and compute all others again, which is what
+`torch.utils.checkpoint` calls a selective policy. Where a layer is compiled, the compiler cuts its graph by that policy, and its
+backward computes again no more than it reads: attention runs once. An eager layer does it in two calls: its forward writes
+the results down (`Kept.written`), and the recompute before its backward reads them instead of running the operation
+(`Kept.read`).
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["forward", "recompute", "keep", "selective"]
+Variant = Literal["forward", "recompute", "keep", "selective", "attention", "mlp"]
+PARTS: tuple[Variant, ...] = ("attention", "mlp")
+"""Variants that keep one part of a layer. See [Note: one part kept]."""
+IN_CHUNKS: tuple[Variant, ...] = ("forward", "recompute", "attention")
+"""Variants whose MLP saves nothing that its backward reads, so that it may be computed in chunks of tokens."""
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype)
 NOT_CODE = {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"}
 """Attributes that number a layer or are set for all layers alike."""
@@ -84,10 +102,22 @@ class LayerCode:
         name: For the compiler's logs.
         compiled: Compile on first use; if that fails, warn once and go on in eager mode.
         budget: Activation memory budget of the `selective` variant.
+        in_chunks: The same module with an MLP that is computed in chunks of tokens, for the variants that can have one.
+        mlp_matrices: Shapes of the MLP's matrices, which the `mlp` variant tells its products by.
     """
 
-    def __init__(self, module: nn.Module, name: str, compiled: bool, budget: float = 1.0):
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        compiled: bool,
+        budget: float = 1.0,
+        in_chunks: nn.Module | None = None,
+        mlp_matrices: frozenset[tuple[int, ...]] = frozenset(),
+    ):
         self.module = module
+        self._in_chunks = module if in_chunks is None else in_chunks
+        self._mlp_matrices = mlp_matrices
         self._name = name
         self._budget = budget
         self._compiled: dict[Variant, Any] | None = {} if compiled else None
@@ -100,12 +130,14 @@ class LayerCode:
         self, variant: Variant, bound: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the layer with `bound` in place of its parameters and buffers (all names)."""
+        module = self._in_chunks if variant in IN_CHUNKS else self.module
         if self._compiled is None:
-            return functional_call(self.module, dict(bound), args, kwargs)
+            return functional_call(module, dict(bound), args, kwargs)
         run = self._compiled.get(variant)
         if run is None:
+            stays = self.kept_operations(variant) if variant in PARTS else None
             run = self._compiled[variant] = torch.compile(
-                _fresh_function(self.module, f"{self._name}_{variant}"), dynamic=False
+                _fresh_function(module, f"{self._name}_{variant}", stays), dynamic=False
             )
         try:
             with functorch_config.patch(activation_memory_budget=self._budget if variant == "selective" else 1.0):
@@ -118,7 +150,11 @@ class LayerCode:
             )
             logger.debug("the compiler said", exc_info=error)
             self._compiled = None
-            return functional_call(self.module, dict(bound), args, kwargs)
+            return functional_call(module, dict(bound), args, kwargs)
+
+    def kept_operations(self, variant: Variant) -> Stays:
+        """What the layer keeps in a variant that keeps one part of it."""
+        return kept_operations(variant, self._mlp_matrices)
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:
@@ -129,11 +165,84 @@ def _compiler_errors() -> tuple[type[BaseException], ...]:
     return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
 
 
-def _fresh_function(module: nn.Module, name: str) -> Any:
-    """A function with a code object of its own. See [Note: variants]."""
+def _fresh_function(module: nn.Module, name: str, stays: Stays | None) -> Any:
+    """A function with a code object of its own; see [Note: variants]. With `stays`, of all it computes it keeps that."""
 
     def run(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return functional_call(module, bound, args, kwargs)
 
-    code = run.__code__.replace(co_name=name)
-    return types.FunctionType(code, run.__globals__, name, run.__defaults__, run.__closure__)
+    def run_part(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return checkpoint(functional_call, module, bound, args, kwargs, use_reentrant=False, context_fn=contexts)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, stays))  # type: ignore[arg-type]
+    plain = run if stays is None else run_part
+    code = plain.__code__.replace(co_name=name)
+    return types.FunctionType(code, plain.__globals__, name, plain.__defaults__, plain.__closure__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One part kept
+
+_aten = torch.ops.aten
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    flex_attention_hop,
+)
+"""Fused attention: forward kernels that save their output and the logarithms of the sums for the backward."""
+
+
+Stays = Callable[[Any, tuple[Any, ...]], bool]
+"""Whether the results of an operation with these arguments are kept."""
+
+
+def kept_operations(variant: Variant, mlp_matrices: frozenset[tuple[int, ...]]) -> Stays:
+    """What a layer of a variant in `PARTS` keeps. See [Note: one part kept]."""
+    if variant == "attention":
+        return lambda operation, args: operation in ATTENTION
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return lambda operation, args: operation in products and tuple(sorted(args[-1].shape)) in mlp_matrices
+
+
+def _policy(stays: Stays, ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if stays(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Kept:
+    """What an eager layer keeps of one part between its forward and its backward. See [Note: one part kept]."""
+
+    def __init__(self, stays: Stays):
+        self._stays = stays
+        self._results: collections.deque[Any] = collections.deque()
+
+    def written(self) -> TorchDispatchMode:
+        """The layer's forward runs inside, without gradients."""
+        return _Intercepted(self._stays, self._write)
+
+    def read(self) -> TorchDispatchMode:
+        """The layer's recompute runs inside, once: nothing that was written down is computed again."""
+        return _Intercepted(self._stays, self._read)
+
+    def _write(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        results = operation(*args, **kwargs)
+        self._results.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results))
+        return results
+
+    def _read(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._results.popleft()
+
+
+class _Intercepted(TorchDispatchMode):
+    """Inside, operations that stay go through `instead`."""
+
+    def __init__(self, stays: Stays, instead: Callable[..., Any]):
+        super().__init__()
+        self._stays, self._instead = stays, instead
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._stays(func, args):
+            return self._instead(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

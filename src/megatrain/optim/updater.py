@@ -29,6 +29,7 @@ import heapq
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import EngineClosed
+from megatrain.metrics.spans import Row, Span
 from megatrain.optim import kernels
 from megatrain.optim.adamw import Segment, StepCoefficients
 
@@ -79,6 +81,9 @@ class _Job:
     run_piece: Callable[[int, int], object]
     finish: Callable[[], Any]
     after: After | None
+    row: Row | None = None  # under which the job is recorded
+    size: int = 0  # parameters
+    started_s: float = 0.0  # when its first piece was taken
     future: Future[Any] = field(default_factory=Future)
     state: _State = _State.BLOCKED
     waits_for_data: bool = False
@@ -116,11 +121,13 @@ class CpuUpdater:
 
     Args:
         threads: Number of threads, named `adamw-0`, `adamw-1`, ...
+        record: Called, by any of them, with every pass over a unit that has ended.
     """
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, record: Callable[[Span], None] = lambda span: None):
         assert threads >= 1, threads
         self.threads = threads
+        self.record = record
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # a job became ready, or the last one ended while closing
         self._ready: list[_Job] = []  # heap by job number
@@ -173,7 +180,8 @@ class CpuUpdater:
                 if first < last:
                     kernel(*arrays, first, last, scalars)
 
-        return self.submit(unit, cut_pieces(grad.numel(), self.threads), update, after=after)
+        size = grad.numel()
+        return self.submit(unit, cut_pieces(size, self.threads), update, after=after, row="adamw", size=size)
 
     def submit_add(
         self, unit: str, plane: Tensor, slab: Tensor, first: bool, after: After | None = None
@@ -193,7 +201,9 @@ class CpuUpdater:
         plane_array, slab_array = kernels.bits_view(plane), kernels.bits_view(slab)
         kernel = kernels.set_gradient if first else kernels.add_gradient
         pieces = cut_pieces(plane.numel(), self.threads)
-        return self.submit(unit, pieces, lambda s, e: kernel(plane_array, slab_array, s, e), after=after)
+        return self.submit(
+            unit, pieces, lambda s, e: kernel(plane_array, slab_array, s, e), after=after, row="add", size=plane.numel()
+        )
 
     def submit_sumsq(self, unit: str, grad: Tensor, after: After | None = None) -> Future[float]:
         """Sum of the squares of a gradient, in fp64. It is finite exactly if every element is.
@@ -211,7 +221,9 @@ class CpuUpdater:
         def add_up(start: int, end: int) -> None:
             sums[start // SUM_PIECE] = kernels.sum_of_squares(array, start, end)
 
-        return self.submit(unit, pieces, add_up, finish=lambda: math.fsum(sums), after=after)
+        return self.submit(
+            unit, pieces, add_up, finish=lambda: math.fsum(sums), after=after, row="norm", size=array.size
+        )
 
     def submit(
         self,
@@ -221,6 +233,8 @@ class CpuUpdater:
         *,
         finish: Callable[[], Any] = lambda: None,
         after: After | None = None,
+        row: Row | None = None,
+        size: int = 0,
     ) -> Future[Any]:
         """Any pass over a unit.
 
@@ -230,12 +244,13 @@ class CpuUpdater:
             run_piece: Called once per piece, by several threads at once; should release the GIL.
             finish: Called after the last piece; gives the future's result.
             after: Blocks until the data has arrived; called once.
+            row, size: How the pass is recorded, and its parameters; None: not at all.
         """
         assert pieces, f"{unit}: a job without pieces"
         with self._lock:
             if self._closing:
                 raise EngineClosed("the optimizer threads are closed")
-            job = _Job(self._jobs_submitted, unit, pieces, run_piece, finish, after)
+            job = _Job(self._jobs_submitted, unit, pieces, run_piece, finish, after, row, size)
             job.future.set_running_or_notify_cancel()  # from here on a waiter cannot cancel it
             self._jobs_submitted += 1
             failure = self._failed_units.get(unit)
@@ -335,6 +350,8 @@ class CpuUpdater:
                 if self._ready:
                     job = self._ready[0]
                     piece = job.pieces[job.handed_out]
+                    if job.handed_out == 0:
+                        job.started_s = time.perf_counter()
                     job.handed_out += 1
                     job.running += 1
                     return job, piece
@@ -350,6 +367,8 @@ class CpuUpdater:
             if job.running or not job.exhausted:
                 return
         # No thread works on the job any more, and none will: this one, and only this one, ends it.
+        if job.row is not None:
+            self.record(Span(job.row, job.unit, job.started_s, time.perf_counter(), job.size))
         result: list[Any] = []
         error = job.error
         if error is None:

@@ -8,7 +8,8 @@ from typing import Literal
 
 from megatrain.planner.shape import ModelShape
 
-Policy = Literal["keep", "selective", "recompute"]
+Policy = Literal["keep", "selective", "attention", "mlp", "recompute"]
+"""`attention` and `mlp` keep that part of a layer and recompute the rest."""
 Compute = Literal["bf16", "fp16", "fp32"]
 
 SELECTIVE_BUDGET = 0.5
@@ -47,6 +48,7 @@ class Options:
         compiled: Whether layers are compiled; eager ones hold and cost more, and cannot be selective.
         policy: Of all layers.
         windows, chunk_rows, head_chunk_tokens: How the step is cut.
+        mlp_chunk_tokens: Tokens that an MLP computes together, where it computes each token by itself.
         segment: K keeps the input of every K-th layer only.
         weight_slots, gradient_slabs: Buffers.
         staged: Planes are not pinned; copies go through two pinned buffers.
@@ -62,6 +64,7 @@ class Options:
     windows: int | None = None
     chunk_rows: int | None = None
     head_chunk_tokens: int | None = None
+    mlp_chunk_tokens: int | None = None
     segment: int = 1
     weight_slots: int = 2
     gradient_slabs: int = 12
@@ -102,6 +105,7 @@ class Choice:
         windows: Accumulation windows.
         chunk_rows: Rows that a layer computes together.
         head_chunk_tokens: Tokens whose logits exist at the same time.
+        mlp_chunk_tokens: Tokens that an MLP and the norm behind the layers compute together; None: all of a chunk of rows.
     """
 
     resident_layers: int
@@ -112,6 +116,7 @@ class Choice:
     windows: int
     chunk_rows: int
     head_chunk_tokens: int
+    mlp_chunk_tokens: int | None = None
 
     def resident_elements(self, shape: ModelShape) -> int:
         edges = shape.embedding * self.resident_embedding + shape.head * self.resident_head

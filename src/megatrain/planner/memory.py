@@ -9,7 +9,16 @@ H200 at Qwen3-8B's shape and 32 x 1024 tokens (measured / by formula, GiB):
         recompute   y                               0.25
     at the worst moment of the layer's own backward, whatever the policy
         1.12 keep + gradients of its weights        5.04 / 5.05 (keep), 5.12 / 5.05 (budget 0.5)
-An eager layer saves 1.7 times as much (7.5 / 4.4).
+An eager layer saves 1.7 times as much (7.5 / 4.4). Two more policies hold what their names say and nothing else: `attention` what
+fused attention gave and the logarithms of its sums, `mlp` the results of the products in the layer's token-wise modules.
+
+[Note: one layer of a long row]
+With the MLP in chunks of tokens, nothing of it is there at once but one chunk. The worst moment is then the attention's own
+backward. Beside the gradients of the layer's input and output there are the layer's output, the gradient behind the attention,
+that of what attention gave, and the normed input; what attention gave; queries, keys and values, their gradients, and the
+kernel's fp32 sum of the queries' gradients. The other candidate is the MLP's backward: output, normed input, its gradient, the
+residual, what attention gave, and one chunk: everything that the MLP saves, as much again of gradients, and the fp32 sums of its
+weights' gradients beside their bf16 parts.
 
 [Note: the device's worst moment]
 All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
@@ -21,6 +30,7 @@ and the part that is being made. Eager cross entropy has its logits in fp32 thre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +50,11 @@ SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
 
 
-KEPT_SHARE: dict[Policy, float] = {"keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "recompute": 0.0}
+MLP_CHUNK_FACTOR = 2.0
+"""Of what an MLP saves: activations and their gradients while one chunk's backward runs."""
+KEPT_SHARE: dict[Policy, float] = {
+    "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "attention": 0.0, "mlp": 0.0, "recompute": 0.0
+}  # fmt: skip
 """Of what a layer could keep beside its output. See [Note: held and working memory of a layer]."""
 
 
@@ -52,8 +66,47 @@ def saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarr
 
 def held_bytes(shape: ModelShape, layer: int, policy: Policy, tokens: int, options: Options) -> float:
     """Per token: what a layer holds between its forward and its backward beside its input; its output not included."""
+    return float(_held_of_policy(shape, tokens, options, (policy,) * shape.depth)[layer])
+
+
+def _held_of_policy(shape: ModelShape, tokens: int, options: Options, policies: Sequence[Policy]) -> np.ndarray:
+    """Per token: what each layer holds beside its input, (L,) bytes."""
     output = shape.hidden * options.compute_bytes
-    return max(0.0, float(saved_by_layer(shape, tokens, options)[layer]) - output) * KEPT_SHARE[policy]
+    rest = np.maximum(0.0, saved_by_layer(shape, tokens, options) - output)
+    held = rest * np.array([KEPT_SHARE[policy] for policy in policies])
+    parts: dict[Policy, list[float]] = {
+        "attention": [cost.attention_saved_bytes.at(tokens) for cost in shape.costs],
+        "mlp": [cost.token_wise_product_bytes.at(tokens) for cost in shape.costs],
+    }
+    for part, of_group in parts.items():
+        of_layer = np.array(of_group)[shape.group_index] * (options.compute_bytes / 2)
+        held = held + of_layer * np.array([policy == part for policy in policies])
+    return held
+
+
+def working_bytes(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> np.ndarray:
+    """What each layer's backward needs at its worst moment, gradients of its weights not included, (L,) bytes.
+
+    See [Note: held and working memory of a layer] and [Note: one layer of a long row].
+    """
+    tokens = Cut.of(step, choice).chunk_tokens
+    saved = saved_by_layer(shape, step.tokens, options)
+    whole = BACKWARD_FACTOR * saved * tokens
+    if choice.mlp_chunk_tokens is None:
+        return whole
+    hidden = shape.hidden * options.compute_bytes
+    chunk = min(choice.mlp_chunk_tokens, tokens)
+    scale = options.compute_bytes / 2
+    worst = []
+    for cost in shape.costs:
+        apart = cost.token_wise_bytes.at(step.tokens) * scale
+        qkv = cost.attention_input_bytes.at(step.tokens) * scale
+        given = cost.attention_saved_bytes.at(step.tokens) * scale
+        attention = (4 * hidden + 2 * qkv + given + 4 * shape.hidden) * tokens
+        sums = (4 + options.compute_bytes) * cost.token_wise_parameters
+        mlp = (4 * hidden + given) * tokens + MLP_CHUNK_FACTOR * apart * chunk + sums
+        worst.append(max(attention, mlp) if apart else np.inf)
+    return np.minimum(whole, np.array(worst)[shape.group_index])
 
 
 @dataclass(frozen=True)
@@ -104,6 +157,9 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
     gradient = options.transport_bytes if choice.windows == 1 else 0  # of resident units; fp32 sums are a fixed line
     # [final norm] its fp32 copy of the input, its result before and after the weight, and the gradient of the result
     norm = hidden * 3 + (cut.window_tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
+    norm_backward = norm + 12 * cut.window_tokens * shape.hidden
+    if choice.mlp_chunk_tokens is not None and shape.norm_in_chunks:
+        norm, norm_backward = 2 * hidden, 3 * hidden
     in_flight = 2 * hidden if choice.offloaded else 0
     all_inputs, all_held = float(inputs.sum()) + hidden, float(held.sum())
     matrix = shape.head_matrix
@@ -128,7 +184,7 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
             "head",
         ),
         (
-            {**kept, "final norm": norm + 12 * cut.window_tokens * shape.hidden, "gradient of the head": done_sum},
+            {**kept, "final norm": norm_backward, "gradient of the head": done_sum},
             "final norm's backward",
         ),
     ]
@@ -137,13 +193,13 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
     leaving = np.zeros(shape.depth)
     leaving[-1] = 0 if shape.tied else shape.head * options.transport_bytes
     resident = shape.sizes * gradient * (np.arange(shape.depth) < choice.resident_layers)
-    saved = saved_by_layer(shape, step.tokens, options) * cut.chunk_tokens
     own = held / cut.chunks  # of the chunk in work
     during = {  # of each layer's backward
         "layer inputs": np.cumsum(inputs) + in_flight + hidden * (options.segment - 1),
         "kept activations": np.cumsum(held),
         "gradients of hidden states": np.full(shape.depth, 2.0 * hidden),
-        "one layer's backward": np.maximum(0.0, BACKWARD_FACTOR * saved - own) + shape.sizes * options.compute_bytes,
+        "one layer's backward": np.maximum(0.0, working_bytes(shape, step, options, choice) - own)
+        + shape.sizes * options.compute_bytes,
         "gradient of the head": np.maximum(head_waits, leaving),
         "gradients of resident layers": np.cumsum(resident[::-1])[::-1],
     }
@@ -166,11 +222,10 @@ def _held_by_layer(
     hidden = cut.window_tokens * shape.hidden * options.compute_bytes
     layers = np.arange(shape.depth)
     inputs = np.where((layers >= choice.offloaded) & (layers % options.segment == 0), float(hidden), 0.0)
-    rest = np.maximum(0.0, saved_by_layer(shape, step.tokens, options) - shape.hidden * options.compute_bytes)
-    shares = np.array([KEPT_SHARE[policy] for policy in choice.policies])
+    held = _held_of_policy(shape, step.tokens, options, choice.policies)
     # with several chunks the joined output is a copy, beside the parts that belong to the graphs
-    copies = hidden * (shares > 0) if cut.chunks > 1 else 0.0
-    return inputs, rest * shares * cut.window_tokens + copies
+    copies = hidden * (held > 0) if cut.chunks > 1 else 0.0
+    return inputs, held * cut.window_tokens + copies
 
 
 def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:

@@ -17,8 +17,9 @@ from megatrain.planner.search import Search
 from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
 
-DEVICE_FRACTION = 0.95
-"""Of the device's memory; the rest is for the allocator's gaps and for what the formulas do not see."""
+DEVICE_FRACTION = 0.92
+"""Of the device's memory, unless `memory.device_fraction` says otherwise; the rest is for the allocator's gaps and for what the
+formulas do not see."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Plan:
             "windows": self.choice.windows,
             "chunk_rows": self.choice.chunk_rows,
             "head_chunk_tokens": self.choice.head_chunk_tokens,
+            "mlp_chunk_tokens": self.choice.mlp_chunk_tokens,
             "gradient_slabs": self.options.gradient_slabs,
             "weight_slots": self.options.weight_slots,
             "host_bytes": {**self.host, "total": self.host_bytes, "allowed": self.caps.host_bytes},
@@ -112,11 +114,17 @@ class Plan:
         }  # fmt: skip
 
 
-def caps_for(machine: Machine, *, host_gib: float | None = None, device_gib: float | None = None) -> Caps:
-    """What a run may use: what the machine has or the user's caps, whichever is less; `DEVICE_FRACTION` of the device."""
+def caps_for(
+    machine: Machine,
+    *,
+    host_gib: float | None = None,
+    device_gib: float | None = None,
+    device_fraction: float = DEVICE_FRACTION,
+) -> Caps:
+    """What a run may use: what the machine has or the user's caps, whichever is less; `device_fraction` of the device."""
     host = machine.host_gib if host_gib is None else min(machine.host_gib, host_gib)
     device = machine.device_gib if device_gib is None else min(machine.device_gib, device_gib)
-    return Caps(int(host * GIB), int(device * GIB * DEVICE_FRACTION))
+    return Caps(int(host * GIB), int(device * GIB * device_fraction))
 
 
 def plan(
@@ -186,6 +194,9 @@ def engine_options(plan: Plan) -> dict[str, Any]:
         "resident": tuple(name for name, place in plan.placement.items() if place == "device"),
         "kept": plan.layers_with("keep"),
         "selective": plan.layers_with("selective"),
+        "keep_attention": plan.layers_with("attention"),
+        "keep_mlp": plan.layers_with("mlp"),
+        "mlp_chunk_tokens": choice.mlp_chunk_tokens,
         "budget": SELECTIVE_BUDGET,
         "offloaded": tuple(range(choice.offloaded)),
         "compile": "auto" if options.compiled else "off",
@@ -198,7 +209,10 @@ def engine_options(plan: Plan) -> dict[str, Any]:
         "segment": None if options.segment == 1 else options.segment,
         "threads": plan.threads,
     }
-    unused = {"selective": (), "offloaded": (), "segment": None}
+    unused = {
+        "selective": (), "offloaded": (), "segment": None,
+        "keep_attention": (), "keep_mlp": (), "mlp_chunk_tokens": None,
+    }  # fmt: skip
     return {name: value for name, value in arguments.items() if name not in unused or value != unused[name]}
 
 

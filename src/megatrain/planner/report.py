@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from megatrain.planner.choice import Lines
 from megatrain.planner.plan import Plan, gib
 
+POLICY_WORDS = {
+    "attention": "recompute all but the attention of", "mlp": "recompute all but the MLP's products of"
+}  # fmt: skip
+
 
 def plan_text(plan: Plan) -> str:
     """The whole plan for people: decisions, ledger, seconds."""
@@ -62,14 +66,17 @@ def _placement(plan: Plan) -> str:
 
 
 def _policies(plan: Plan) -> str:
+    choice = plan.choice
     parts = [
-        f"{policy} {_ranges(layers)}"
-        for policy in ("recompute", "selective", "keep")
+        f"{POLICY_WORDS.get(policy, policy)} {_ranges(layers)}"
+        for policy in ("recompute", "attention", "mlp", "selective", "keep")
         if (layers := plan.layers_with(policy))
     ]
-    offloaded = plan.choice.offloaded
+    offloaded = choice.offloaded
     if offloaded:
         parts.append(f"inputs of {_ranges(range(offloaded))} wait in host memory")
+    if choice.mlp_chunk_tokens is not None:
+        parts.append(f"MLPs in chunks of {choice.mlp_chunk_tokens:,} tokens")
     return "; ".join(parts)
 
 

@@ -35,10 +35,10 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
     config = load_model_config(folder, run.model.trust_remote_code)
     if machine_file is not None:
         machine = load_machine(machine_file)
-        caps = _capped(caps_for(machine), run)
+        caps = _capped(caps_for(machine, device_fraction=run.memory.device_fraction), run)
     else:
         machine = _this_machine(run)
-        caps = _capped(available_caps(machine), run)
+        caps = _capped(available_caps(machine, run.memory.device_fraction), run)
     return plan_config(config, run, machine, caps, folder.name, total_steps)
 
 
@@ -72,9 +72,13 @@ def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[s
     if run.run.device != "cpu" and torch.cuda.is_available():
         return engine_options(plan_run(run, total_steps=total_steps))
     activations = run.activations
+    policy = activations.layer_policy if activations.segment is None else "recompute"
     return {
-        "kept": "all" if activations.policy == "keep" and activations.segment is None else (),
-        "selective": "all" if activations.policy == "selective" and activations.segment is None else (),
+        "kept": "all" if policy == "keep" else (),
+        "selective": "all" if policy == "selective" else (),
+        "keep_attention": "all" if policy == "attention" else (),
+        "keep_mlp": "all" if policy == "mlp" else (),
+        "mlp_chunk_tokens": activations.mlp_chunk_tokens,
         "offloaded": "all" if activations.offload == "on" else (),
         "compile": activations.compile,
         "weight_slots": run.memory.weight_slots,
@@ -94,18 +98,16 @@ def options_of(run: RunConfig) -> Options:
     fp32_gradients = run.precision.grad_transport == "fp32" or (
         run.precision.grad_transport == "auto" and compute == "fp32"
     )
-    policy = run.activations.policy
-    if run.activations.segment is not None and policy == "auto":
-        policy = "recompute"
     return Options(
         compute=compute,
         transport_bytes=4 if fp32_gradients else 2,
         gradient_plane=run.memory.gradient_plane,
         compiled=run.activations.compile == "auto",
-        policy=policy,
+        policy=run.activations.layer_policy,
         windows=run.batch.windows if run.batch.windows > 1 else None,
         chunk_rows=run.batch.chunk_rows,
         head_chunk_tokens=run.batch.head_chunk_tokens,
+        mlp_chunk_tokens=run.activations.mlp_chunk_tokens,
         segment=run.activations.segment or 1,
         weight_slots=run.memory.weight_slots,
         gradient_slabs=run.memory.gradient_slabs,
@@ -115,19 +117,22 @@ def options_of(run: RunConfig) -> Options:
     )
 
 
-def available_caps(machine: Machine) -> Caps:
+def available_caps(machine: Machine, device_fraction: float = DEVICE_FRACTION) -> Caps:
     """What this process can still take of this machine: free device memory, and free host memory within container limits."""
     import torch
 
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else int(machine.device_gib * GIB)
-    return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * DEVICE_FRACTION))
+    return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * device_fraction))
 
 
 def _capped(caps: Caps, run: RunConfig) -> Caps:
-    host, device = run.memory.host_gib, run.memory.device_gib
+    memory = run.memory
+    left = caps.host_bytes - int(memory.host_reserve_gib * GIB)
     return Caps(
-        caps.host_bytes if host == "auto" else min(caps.host_bytes, int(host * GIB)),
-        caps.device_bytes if device == "auto" else min(caps.device_bytes, int(device * GIB * DEVICE_FRACTION)),
+        left if memory.host_gib == "auto" else min(left, int(memory.host_gib * GIB)),
+        caps.device_bytes
+        if memory.device_gib == "auto"
+        else min(caps.device_bytes, int(memory.device_gib * GIB * memory.device_fraction)),
     )
 
 

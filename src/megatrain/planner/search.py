@@ -1,11 +1,12 @@
 """The search: the fastest predicted step that fits. Small, because what can be decided by rule is decided by rule.
 
 Tried are: how many early layers are resident, which edges are, windows, chunk rows, tokens of a head chunk. For each of these
-the rest follows: layer inputs are offloaded only as far as they must be, and device memory that is left is filled with
+the rest follows: layer inputs are offloaded as far as they must be, or all of them; and device memory that is left is filled with
 activations, first selective ones (they save most per byte), then whole ones; late layers first, because these give theirs back
-first. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where fewer leave
-something to gain. Of plans that differ by less than the prediction can tell, the one with more resident units is taken: it leans
-less on the link and on the CPU.
+first. Where rows are so long that MLPs are computed in chunks of tokens, attention is most of the work, and what is kept is what
+attention gave. The number of resident layers is tried coarsely, then finely around the best. More windows are tried only where
+fewer leave something to gain. Of plans that differ by less than the prediction can tell, the one with more resident units is
+taken: it leans less on the link and on the CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
 
 CHUNK_TOKENS = (32768, 16384, 8192, 4096)
+MLP_CHUNK_TOKENS = 16384
+LONG_TOKENS = 65536
+"""A layer that computes at least so many tokens together computes its MLP in chunks."""
 MOST_WINDOWS = 16
 COARSE_STEPS = 8
 AS_GOOD = 1.004
 """Plans within this factor of the fastest are as good."""
 ALL_RESIDENT_AS_GOOD = 1.03
+HOST_SHARE = 0.9
+"""Choices are compared at so much of the host's AdamW rate: the loader, a save and whoever else is there take from cores and
+memory. At all of it, the choice would be the one whose updates end just in time, and wait whenever they do not."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,11 @@ class Search:
         found.sort(key=_seconds)
         near = {(n, c.choice.windows) for c in found[:3] for n in self._around(c.choice.resident_layers, stride)}
         found += [c for layers, windows in near if layers not in coarse for c in self._with_residents(layers, windows)]
-        return self._preferred(found)
+        choice = self._preferred(found).choice
+        return Candidate(choice, self._timeline(choice))
+
+    def _timeline(self, choice: Choice, host_share: float = 1.0) -> Timeline:
+        return simulate(self.shape, self.machine, self.step, self.options, choice, host_share)
 
     def any_fits(self) -> bool:
         """Whether anything fits, without looking for the fastest."""
@@ -113,7 +124,7 @@ class Search:
     @property
     def _may_offload(self) -> bool:
         options = self.options
-        return options.offload != "off" and options.segment == 1 and options.policy in ("auto", "recompute")
+        return options.offload != "off" and options.segment == 1
 
     @property
     def _may_reside(self) -> bool:
@@ -121,9 +132,14 @@ class Search:
 
     def _with_residents(self, layers: int, windows: int) -> Iterator[Candidate]:
         for base in self._bases(layers, windows):
-            choice = self._filled(base)
-            if choice is not None:
-                yield Candidate(choice, simulate(self.shape, self.machine, self.step, self.options, choice))
+            filled = self._filled(base)
+            if filled is None:
+                continue
+            yield Candidate(filled, self._timeline(filled, HOST_SHARE))
+            if self._may_offload and not filled.offloaded and set(filled.policies) != {"keep"}:
+                lighter = self._filled(replace(base, offloaded=self.shape.depth))
+                if lighter is not None:
+                    yield Candidate(lighter, self._timeline(lighter, HOST_SHARE))
 
     def _bases(self, layers: int, windows: int) -> Iterator[Choice]:
         """Every way to cut the step and to place the edges, with nothing kept beside what the user asked to keep."""
@@ -135,7 +151,29 @@ class Search:
         head_choices = (False, True) if self._may_reside and shape.head else (False,)
         cuts = itertools.product(embedding_choices, head_choices, self._chunk_rows(windows), self._head_tokens(windows))
         for embedding, head, chunk_rows, head_tokens in cuts:
-            yield Choice(layers, embedding, head, (policy,) * shape.depth, 0, windows, chunk_rows, head_tokens)
+            yield Choice(
+                layers,
+                embedding,
+                head,
+                (policy,) * shape.depth,
+                0,
+                windows,
+                chunk_rows,
+                head_tokens,
+                self._mlp_chunk(windows, chunk_rows),
+            )
+
+    def _mlp_chunk(self, windows: int, chunk_rows: int) -> int | None:
+        """Tokens of an MLP's chunk: only where a layer computes so many that chunks cost next to nothing."""
+        rows = -(-self.step.rows // windows)
+        tokens = -(-rows // -(-rows // chunk_rows)) * self.step.tokens
+        if self.options.policy in ("keep", "selective", "mlp") or not any(
+            c.token_wise_parameters for c in self.shape.costs
+        ):
+            return None
+        if self.options.mlp_chunk_tokens is not None:
+            return self.options.mlp_chunk_tokens
+        return MLP_CHUNK_TOKENS if tokens >= LONG_TOKENS else None
 
     def _windows(self) -> list[int]:
         if self.options.windows is not None or not self.options.gradient_plane:
@@ -166,6 +204,8 @@ class Search:
         """The base with as few offloaded inputs as it needs and as many kept activations as fit; None if it does not fit."""
         if not self._fits_host(base):
             return None
+        if base.mlp_chunk_tokens is not None and self.options.policy == "auto" and self.options.segment == 1:
+            return self._attention_kept(base)
         if self.options.offload == "on" or not self._fits(base):
             offloaded = self._offloaded(base)
             return offloaded if offloaded is not None and self._fits_host(offloaded) else None
@@ -179,14 +219,27 @@ class Search:
             return filled
         return _most(depth, lambda n: _policies(base, selective=depth - n, keep=n), self._fits)
 
+    def _attention_kept(self, base: Choice) -> Choice | None:
+        """The base with the attention of as many late layers kept as fit; inputs of others go to the host where that needs it."""
+
+        def with_kept(count: int) -> Choice | None:
+            choice = _policies(base, attention=count)
+            if self.options.offload == "on" or not self._fits(choice):
+                found = self._offloaded(choice)
+                return found if found is not None and self._fits_host(found) else None
+            return choice
+
+        most = bisect.bisect_left(range(1, self.shape.depth + 1), True, key=lambda n: with_kept(n) is None)
+        return with_kept(most)
+
     def _offloaded(self, base: Choice) -> Choice | None:
         """The base with as many offloaded inputs as the device needs, None if that is not enough; the host is not asked."""
-        depth = self.shape.depth
-        if not self._may_offload or not self._fits(replace(base, offloaded=depth)):
+        layers = self.shape.depth
+        if not self._may_offload or not self._fits(replace(base, offloaded=layers)):
             return None
         if self.options.offload == "on":
-            return replace(base, offloaded=depth)
-        fewest = bisect.bisect_left(range(depth + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
+            return replace(base, offloaded=layers)
+        fewest = bisect.bisect_left(range(layers + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
         return replace(base, offloaded=fewest)
 
 
@@ -194,10 +247,12 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.timeline.step
 
 
-def _policies(base: Choice, *, selective: int = 0, keep: int = 0) -> Choice:
-    """The last `keep` layers keep all, `selective` before them part."""
-    rest = len(base.policies) - selective - keep
-    order: tuple[tuple[Policy, int], ...] = (("recompute", rest), ("selective", selective), ("keep", keep))
+def _policies(base: Choice, *, attention: int = 0, selective: int = 0, keep: int = 0) -> Choice:
+    """The last `keep` layers keep all, `selective` before them part, `attention` before these the attention."""
+    rest = len(base.policies) - attention - selective - keep
+    order: tuple[tuple[Policy, int], ...] = (
+        ("recompute", rest), ("attention", attention), ("selective", selective), ("keep", keep)
+    )  # fmt: skip
     return replace(base, policies=tuple(policy for policy, count in order for _ in range(count)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from megatrain.executor.gate import token_wise
 from megatrain.models.build import build_meta_model
 from megatrain.models.structure import Structure, take_apart
 from megatrain.models.templates import template_groups
+from megatrain.models.tokenwise import Place, modules_in_chunks
 from megatrain.planner.trace import LayerCost, layer_arguments, trace_layer
 
 
@@ -29,6 +32,7 @@ class ModelShape:
         hidden: Width of the hidden states.
         vocabulary: Rows of embedding and head.
         tied: Whether embedding and head are one tensor.
+        norm_in_chunks: Whether the norm behind the layers may be computed in chunks of tokens.
     """
 
     name: str
@@ -40,6 +44,7 @@ class ModelShape:
     hidden: int
     vocabulary: int
     tied: bool
+    norm_in_chunks: bool = False
 
     @property
     def parameters(self) -> int:
@@ -99,11 +104,19 @@ def shape_of(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    return shape_of_structure(take_apart(model), name or str(config.model_type))
+    places = token_wise(config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+    return shape_of_structure(take_apart(model), name or str(config.model_type), places)
 
 
-def shape_of_structure(structure: Structure, name: str) -> ModelShape:
-    """The shape of a model that was built on meta for bf16 compute and taken apart."""
+def shape_of_structure(structure: Structure, name: str, places: Mapping[Place, str] | None = None) -> ModelShape:
+    """The shape of a model that was built on meta for bf16 compute and taken apart.
+
+    Args:
+        structure: The model.
+        name: For people.
+        places: Its token-wise modules, from `gate.token_wise`; without it nothing is computed in chunks of tokens.
+    """
+    places = places or {}
     config: Any = structure.model.config
     text = config.get_text_config()
     groups = template_groups(list(structure.layer_stack()))
@@ -112,7 +125,10 @@ def shape_of_structure(structure: Structure, name: str) -> ModelShape:
     def arguments(length: int) -> Any:
         return layer_arguments(structure, torch.zeros((1, length), dtype=torch.int64), buffers)
 
-    costs = [trace_layer(structure, structure.layers[groups.index(group)], arguments) for group in sorted(set(groups))]
+    costs = [
+        trace_layer(structure, structure.layers[groups.index(group)], arguments, places)
+        for group in sorted(set(groups))
+    ]
     return ModelShape(
         name=name,
         embedding=structure.embedding.layout.numel,
@@ -123,4 +139,5 @@ def shape_of_structure(structure: Structure, name: str) -> ModelShape:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         tied=any(not alias.startswith(structure.base_name + ".") for alias in structure.tied),
+        norm_in_chunks=bool(modules_in_chunks(structure.model.get_submodule(structure.base_name), places, ())),
     )

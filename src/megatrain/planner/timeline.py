@@ -17,11 +17,13 @@ and a layer's gradient leaves behind its backward; the backward after next waits
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Cut, Options, Policy, StepSize
 from megatrain.planner.memory import KEPT_SHARE
 from megatrain.planner.shape import ModelShape
+from megatrain.planner.trace import LayerCost
 
 FORWARD_FRACTION = 0.975
 BACKWARD_FRACTION = 0.90
@@ -82,30 +84,86 @@ class LayerSeconds:
     backward: float
 
 
-def layer_seconds(
-    shape: ModelShape, machine: Machine, step: StepSize, options: Options, cut: Cut, layer: int, policy: Policy
-) -> LayerSeconds:
-    """See [Note: the rates]."""
-    cost, tokens = shape.cost(layer), cut.window_tokens
+class Rates(Protocol):
+    """What of a machine or a cluster the seconds of a layer depend on; see `Machine`."""
+
+    @property
+    def matrix_tflops(self) -> float: ...
+    @property
+    def device_bandwidth_gbps(self) -> float: ...
+    def attention_rate(self, tokens: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Seconds of a layer's passes over some tokens on one GPU. See [Note: the rates].
+
+    Attributes:
+        plain: A forward without gradients.
+        saving: A forward that saves what the backward can use.
+        backward: With everything saved.
+        products: Matrix products of a forward, which is also what they take for the gradients of the weights.
+        traffic: Reading or writing everything that the layer saves, once.
+        attention, token_wise: Of a forward, the part that is attention, and the one that is its token-wise modules' products.
+    """
+
+    plain: float
+    saving: float
+    backward: float
+    products: float
+    traffic: float
+    attention: float
+    token_wise: float
+
+
+def layer_work(
+    cost: LayerCost, row_tokens: int, tokens: int, chunk_tokens: int, rates: Rates, options: Options
+) -> LayerWork:
+    """Seconds of a layer over `tokens` tokens of rows of `row_tokens`, `chunk_tokens` at a time."""
     slow = (1.0 if options.compiled else EAGER_TIME) * (FP32_TIME if options.compute == "fp32" else 1.0)
-    rate = machine.matrix_tflops * 1e12 * cut.chunk_tokens / (cut.chunk_tokens + SHORT_CHUNK_TOKENS) / slow
-    products = cost.product_flops.at(step.tokens) * tokens / rate
+    rate = rates.matrix_tflops * 1e12 * chunk_tokens / (chunk_tokens + SHORT_CHUNK_TOKENS) / slow
+    products = cost.product_flops.at(row_tokens) * tokens / rate
     # of a forward and backward of 3.5 forwards' worth of work, 1 is the forward and 2.5 the backward
-    attention = cost.attention_flops.at(step.tokens) * tokens / (machine.attention_tflops * 1e12) * slow
-    saved = cost.saved_bytes.at(step.tokens) * tokens * options.compute_bytes / 2
-    traffic = saved / (machine.device_bandwidth_gbps * 1e9) * (1.0 if options.compiled else EAGER_TIME)
-    plain = products / FORWARD_FRACTION + attention + PLAIN_TRAFFIC * traffic
-    saving = products / FORWARD_FRACTION + attention + SAVING_TRAFFIC * traffic
-    backward = 2 * products / BACKWARD_FRACTION + 2.5 * attention + BACKWARD_TRAFFIC * traffic
+    attention = cost.attention_flops.at(row_tokens) * tokens / rates.attention_rate(row_tokens) * slow
+    saved = cost.saved_bytes.at(row_tokens) * tokens * options.compute_bytes / 2
+    traffic = saved / (rates.device_bandwidth_gbps * 1e9) * (1.0 if options.compiled else EAGER_TIME)
+    return LayerWork(
+        plain=products / FORWARD_FRACTION + attention + PLAIN_TRAFFIC * traffic,
+        saving=products / FORWARD_FRACTION + attention + SAVING_TRAFFIC * traffic,
+        backward=2 * products / BACKWARD_FRACTION + 2.5 * attention + BACKWARD_TRAFFIC * traffic,
+        products=products / BACKWARD_FRACTION,
+        traffic=traffic,
+        attention=attention,
+        token_wise=cost.token_wise_flops.at(row_tokens) * tokens / rate / FORWARD_FRACTION,
+    )
+
+
+def layer_seconds(
+    shape: ModelShape,
+    machine: Machine,
+    step: StepSize,
+    options: Options,
+    cut: Cut,
+    layer: int,
+    policy: Policy,
+    in_chunks: bool = False,
+) -> LayerSeconds:
+    """See [Note: the rates]. `in_chunks`: the MLP's backward computes each chunk of tokens again, whatever was before."""
+    work = layer_work(shape.cost(layer), step.tokens, cut.window_tokens, cut.chunk_tokens, machine, options)
     sums = cut.chunks * shape.layers[layer] * (10 if cut.chunks > 1 else 6) / (machine.device_bandwidth_gbps * 1e9)
-    backward += sums
+    backward = work.backward + sums
     if policy == "recompute":
-        backward += saving
+        backward += work.saving + (work.token_wise if in_chunks else 0.0)
+    elif policy == "attention":
+        backward += work.saving - work.attention
+    elif policy == "mlp":
+        backward += work.saving - work.token_wise
     elif policy == "selective":
-        backward += REBUILD_TRAFFIC * traffic * (1.0 - KEPT_SHARE[policy])
+        backward += REBUILD_TRAFFIC * work.traffic * (1.0 - KEPT_SHARE[policy])
     least = LAUNCH_S * cut.chunks
-    forward = plain if policy == "recompute" else saving
-    return LayerSeconds(max(forward, least), max(backward, least * (2 if policy == "recompute" else 1)))
+    again = policy in ("recompute", "attention", "mlp")
+    forward = work.plain if again else work.saving
+    return LayerSeconds(max(forward, least), max(backward, least * (2 if again else 1)))
 
 
 def head_seconds(shape: ModelShape, machine: Machine, options: Options, cut: Cut) -> float:
@@ -131,7 +189,9 @@ class _Pipeline:
         self.shape, self.machine, self.options, self.choice = shape, machine, options, choice
         self.cut = cut = Cut.of(step, choice)
         kinds = {
-            (shape.groups[i], policy): layer_seconds(shape, machine, step, options, cut, i, policy)
+            (shape.groups[i], policy): layer_seconds(
+                shape, machine, step, options, cut, i, policy, choice.mlp_chunk_tokens is not None
+            )
             for i, policy in enumerate(choice.policies)
         }
         self.layers = [kinds[shape.groups[i], policy] for i, policy in enumerate(choice.policies)]
@@ -213,10 +273,12 @@ class _Pipeline:
         self.slot_free = [self.now] * len(self.slot_free)
 
 
-def simulate(shape: ModelShape, machine: Machine, step: StepSize, options: Options, choice: Choice) -> Timeline:
-    """Play one step of a long run through. See [Note: the pipeline]."""
+def simulate(
+    shape: ModelShape, machine: Machine, step: StepSize, options: Options, choice: Choice, host_share: float = 1.0
+) -> Timeline:
+    """Play one step of a long run through, AdamW at a share of the host's rate. See [Note: the pipeline]."""
     line = _Pipeline(shape, machine, step, options, choice)
-    rate = machine.adamw_rate(options.threads)
+    rate = host_share * machine.adamw_rate(options.threads)
     host = {name: size for name, size in shape.unit_elements.items() if not choice.is_resident(name)}
     adamw_s = sum(host.values()) / rate
     resident_s = choice.resident_elements(shape) / (machine.device_adamw_gparams * 1e9)

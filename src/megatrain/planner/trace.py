@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.models.structure import LayerStandIn, Structure, Unit, with_submodule
+from megatrain.models.tokenwise import Place, modules_in_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +69,40 @@ class LayerCost:
         saved_bytes: All that a backward can use, the layer's own output included: the `keep` policy.
         product_flops: Of the forward's matrix products.
         attention_flops: Of the forward's fused attention; half of the full square where it is causal.
+        attention_saved_bytes: What the `attention` policy keeps: outputs of fused attention, logarithms of its sums.
+        attention_input_bytes: Queries, keys and values, whose gradients the attention's backward makes.
+        token_wise_bytes: The part of `saved_bytes` inside modules that may be computed in chunks of tokens.
+        token_wise_product_bytes: Of these, results of matrix products that a backward reads: what the `mlp` policy keeps.
+        token_wise_flops: The part of `product_flops` inside these modules.
+        token_wise_parameters: Of these modules, not per token.
     """
 
     saved_bytes: Line
     product_flops: Line
     attention_flops: Line
+    attention_saved_bytes: Line = Line(0.0)
+    attention_input_bytes: Line = Line(0.0)
+    token_wise_bytes: Line = Line(0.0)
+    token_wise_product_bytes: Line = Line(0.0)
+    token_wise_flops: Line = Line(0.0)
+    token_wise_parameters: int = 0
 
 
-def trace_layer(structure: Structure, unit: Unit, arguments: Captured) -> LayerCost:
-    """Count one layer. Where its code does not run on meta tensors, estimate it from its matrices, with a warning."""
+def trace_layer(
+    structure: Structure, unit: Unit, arguments: Captured, token_wise: Mapping[Place, str] | None = None
+) -> LayerCost:
+    """Count one layer. Where its code does not run on meta tensors, estimate it from its matrices, with a warning.
+
+    Args:
+        structure, unit: The model, and the layer in it.
+        arguments: What the layer is called with at a length.
+        token_wise: Modules that may be computed in chunks of tokens, see `token_wise_places`.
+    """
     config: Any = structure.model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or TRACED_LENGTHS[1]
     lengths = TRACED_LENGTHS if positions >= TRACED_LENGTHS[1] else (max(1, positions // 4), max(2, positions // 2))
     try:
-        counts = [_run(structure, unit, arguments(length)) for length in lengths]
+        counts = [_run(structure, unit, arguments(length), token_wise or {}) for length in lengths]
     except _NO_VALUES as error:
         logger.warning(
             "%s: the layer's code does not run without values (%s); its memory and time are estimated from its matrices",
@@ -89,11 +110,12 @@ def trace_layer(structure: Structure, unit: Unit, arguments: Captured) -> LayerC
             str(error).splitlines()[0] if str(error) else type(error).__name__,
         )
         return _from_matrices(structure, unit)
-    return LayerCost(
-        Line.through(lengths, (counts[0].saved_bytes, counts[1].saved_bytes)),
-        Line.through(lengths, (counts[0].product_flops, counts[1].product_flops)),
-        Line.through(lengths, (counts[0].attention_flops, counts[1].attention_flops)),
-    )
+    lines = {
+        one.name: Line.through(lengths, (getattr(counts[0], one.name), getattr(counts[1], one.name)))
+        for one in fields(_Counts)
+        if one.name != "token_wise_parameters"
+    }
+    return LayerCost(**lines, token_wise_parameters=counts[0].token_wise_parameters)
 
 
 _NO_VALUES = (
@@ -158,14 +180,25 @@ def layer_arguments(
 
 @dataclass(frozen=True)
 class _Counts:
-    """Per token."""
+    """As `LayerCost`, at one length."""
 
     saved_bytes: float
     product_flops: float
     attention_flops: float
+    attention_saved_bytes: float
+    attention_input_bytes: float
+    token_wise_bytes: float
+    token_wise_product_bytes: float
+    token_wise_flops: float
+    token_wise_parameters: int
 
 
-def _run(structure: Structure, unit: Unit, captured: tuple[tuple[Any, ...], dict[str, Any]]) -> _Counts:
+def _run(
+    structure: Structure,
+    unit: Unit,
+    captured: tuple[tuple[Any, ...], dict[str, Any]],
+    token_wise: Mapping[Place, str],
+) -> _Counts:
     assert unit.layer is not None, unit.name
     layer = structure.layer_stack()[unit.layer]
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), captured)
@@ -174,9 +207,20 @@ def _run(structure: Structure, unit: Unit, captured: tuple[tuple[Any, ...], dict
     tokens = hidden_BTD.shape[0] * hidden_BTD.shape[1]
     state = {name: tensor.to("meta") for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
     ledger = _Saved({tensor.untyped_storage()._cdata for tensor in (*state.values(), *leaves)})
-    with torch.no_grad(), _experts_in_closed_form(layer, structure, ledger), _Attention(ledger), _Products(ledger):
+    paths = modules_in_chunks(layer, token_wise, ())
+    with (
+        torch.no_grad(),
+        _experts_in_closed_form(layer, structure, ledger),
+        _token_wise_apart(layer, paths, ledger),
+        _Attention(ledger),
+        _Products(ledger),
+    ):
         functional_call(layer, state, args, kwargs)
-    return _Counts(ledger.nbytes / tokens, ledger.product_flops / tokens, ledger.attention_flops / tokens)
+    counted = {
+        one.name: getattr(ledger, one.name) / tokens for one in fields(_Counts) if one.name != "token_wise_parameters"
+    }
+    parameters = sum(p.numel() for path in paths for p in layer.get_submodule(path).parameters())
+    return _Counts(**counted, token_wise_parameters=parameters)
 
 
 class _Saved:
@@ -189,16 +233,36 @@ class _Saved:
     def __init__(self, known: set[int]):
         self._seen = known
         self._alive: list[torch.Tensor] = []  # so that no address is used twice
-        self.nbytes = 0.0
-        self.product_flops = 0.0
-        self.attention_flops = 0.0
+        self.saved_bytes = self.product_flops = self.attention_flops = 0.0
+        self.attention_saved_bytes = self.attention_input_bytes = 0.0
+        self.token_wise_bytes = self.token_wise_product_bytes = self.token_wise_flops = 0.0
+        self._products: dict[int, int] = {}  # bytes of the results of token-wise products, by storage
+        self.token_wise = False
+        """Whether a token-wise module is running."""
 
     def add(self, *tensors: Any) -> None:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._seen:
                 self._seen.add(tensor.untyped_storage()._cdata)
                 self._alive.append(tensor)
-                self.nbytes += tensor.untyped_storage().nbytes()
+                self.add_bytes(tensor.untyped_storage().nbytes())
+
+    def add_bytes(self, nbytes: float) -> None:
+        self.saved_bytes += nbytes
+        self.token_wise_bytes += nbytes * self.token_wise
+
+    def leave(self, out: Any) -> None:
+        """A token-wise module gave `out`: if that is a product's result, no backward of the module reads it."""
+        if isinstance(out, torch.Tensor):
+            self.token_wise_product_bytes -= self._products.get(out.untyped_storage()._cdata, 0)
+
+    def add_product(self, left: Any, right: Any, out: Any, flops: float) -> None:
+        self.add(left, right, out)
+        self.product_flops += flops
+        if self.token_wise:
+            self.token_wise_flops += flops
+            self.token_wise_product_bytes += out.untyped_storage().nbytes()
+            self._products[out.untyped_storage()._cdata] = out.untyped_storage().nbytes()
 
 
 class _Attention(TorchFunctionMode):
@@ -217,7 +281,10 @@ class _Attention(TorchFunctionMode):
         batch, heads, length, _ = q_BHTd.shape
         # the kernel writes (B, T, H, d), so that what follows needs no copy
         out = q_BHTd.new_empty(batch, length, heads, v_BHTd.shape[-1]).transpose(1, 2)
-        self._ledger.add(q_BHTd, k_BHTd, v_BHTd, out, q_BHTd.new_empty(batch, heads, length, dtype=torch.float32))
+        sums = q_BHTd.new_empty(batch, heads, length, dtype=torch.float32)
+        self._ledger.add(q_BHTd, k_BHTd, v_BHTd, out, sums)
+        self._ledger.attention_saved_bytes += out.nbytes + sums.nbytes
+        self._ledger.attention_input_bytes += q_BHTd.nbytes + k_BHTd.nbytes + v_BHTd.nbytes
         share = 0.5 if named.get("is_causal") or named.get("attn_mask") is not None else 1.0
         width = q_BHTd.shape[-1] + v_BHTd.shape[-1]
         self._ledger.attention_flops += 2 * batch * heads * length * k_BHTd.shape[2] * width * share
@@ -236,8 +303,7 @@ class _Products(TorchDispatchMode):
         operands = _operands(func, args)
         if operands is not None:
             left, right, flops = operands
-            self._ledger.add(left, right, out)
-            self._ledger.product_flops += flops
+            self._ledger.add_product(left, right, out, flops)
         return out
 
 
@@ -274,8 +340,10 @@ def _experts_in_closed_form(layer: nn.Module, structure: Structure, ledger: _Sav
             chosen = min(top_k or stacked[0].shape[0], stacked[0].shape[0])
             for matrices in stacked:
                 elements = matrices.shape[1] + matrices.shape[2]
-                ledger.nbytes += tokens * chosen * elements * hidden.element_size()
-                ledger.product_flops += 2.0 * tokens * chosen * matrices.shape[1] * matrices.shape[2]
+                flops = 2.0 * tokens * chosen * matrices.shape[1] * matrices.shape[2]
+                ledger.add_bytes(tokens * chosen * elements * hidden.element_size())
+                ledger.product_flops += flops
+                ledger.token_wise_flops += flops * ledger.token_wise
             return torch.empty_like(hidden)
 
         module.forward = count  # type: ignore[method-assign]
@@ -284,6 +352,33 @@ def _experts_in_closed_form(layer: nn.Module, structure: Structure, ledger: _Sav
         yield
     finally:
         for module in patched:
+            del module.forward
+
+
+@contextlib.contextmanager
+def _token_wise_apart(layer: nn.Module, paths: Sequence[str], ledger: _Saved) -> Iterator[None]:
+    """Inside, what modules that may be computed in chunks save is counted apart too; their input is not theirs."""
+
+    def counted(module: nn.Module) -> Callable[[torch.Tensor], Any]:
+        def forward(hidden: torch.Tensor) -> Any:
+            ledger.add(hidden)
+            ledger.token_wise = True
+            try:
+                out = type(module).forward(module, hidden)
+            finally:
+                ledger.token_wise = False
+            ledger.leave(out)
+            return out
+
+        return forward
+
+    modules = [layer.get_submodule(path) for path in paths]
+    for module in modules:
+        module.forward = counted(module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in modules:
             del module.forward
 
 

@@ -1,0 +1,115 @@
+"""What a checkpoint costs a run, and how fast a run is back: a Qwen3 shape on one GPU, everything as the plan puts it.
+
+Use: python benchmarks/checkpoints.py run SHAPE ROWS TOKENS FOLDER MACHINE_FILE      steps, a save in the background, its cost
+     python benchmarks/checkpoints.py resume SHAPE ROWS TOKENS FOLDER MACHINE_FILE eager|lazy     from nothing to the first step
+`run` leaves its checkpoint in FOLDER for `resume`. The disk's own rate is that of one file of 8 GiB, written in pieces of
+64 MiB and synced, before the save.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatrain.bench import engine_for
+from megatrain.executor.engine import HostEngine
+
+GIB = 1 << 30
+
+
+def disk_rate(folder: Path, size: int = 8 * GIB, piece: int = 64 << 20) -> float:
+    """GiB/s of a sequential write, sync included."""
+    data, path = os.urandom(piece), folder / "disk-rate"
+    started = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size // piece):
+            file.write(data)
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - started
+    path.unlink()
+    return size / GIB / seconds
+
+
+def step_of(engine: HostEngine, rows: int, tokens: int, number: int) -> float:
+    ids = torch.randint(0, 512, (rows, tokens), generator=torch.Generator().manual_seed(number))
+    started = time.perf_counter()
+    engine.train_step({"input_ids": ids, "labels": ids.clone()})
+    return time.perf_counter() - started
+
+
+def resident_gib() -> float:
+    return psutil.Process().memory_info().rss / GIB
+
+
+def run(engine: HostEngine, rows: int, tokens: int, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = [step_of(engine, rows, tokens, number) for number in range(7)][2:]
+    alone = statistics.median(plain)
+    peak = torch.cuda.max_memory_allocated() / GIB
+    print(
+        f"without a save: {alone:.3f} s a step ({rows * tokens / alone:.0f} tokens/s), {[round(s, 3) for s in plain]}"
+    )
+    print(f"peak HBM {peak:.1f} GiB, RSS {resident_gib():.1f} GiB", flush=True)
+    rate = disk_rate(folder)
+    print(f"the disk alone writes {rate:.2f} GiB/s", flush=True)
+    save = engine.save(folder / "ckpt", wait=False)
+    during, most = [], 0.0
+    while not save.done():
+        during.append(step_of(engine, rows, tokens, 100 + len(during)))
+        most = max(most, resident_gib())
+    progress = save.result()
+    lost = sum(during) - alone * len(during)
+    written = progress.written_bytes / GIB
+    print(
+        f"a save in the background: {written:.1f} GiB, {progress.seconds:.1f} s of which {progress.read_back_s:.1f} s "
+        f"read back; {progress.bytes_per_s / GIB:.2f} GiB/s written ({progress.bytes_per_s / GIB / rate:.2f} of the disk)\n"
+        f"{len(during)} steps meanwhile, {statistics.mean(during):.3f} s each on average "
+        f"({100 * lost / (alone * len(during)):.1f}% more than without), the longest {max(during):.3f} s\n"
+        f"updates waited {progress.waited_s:.2f} s, {progress.copied_bytes / GIB:.1f} GiB copied, most RSS {most:.1f} GiB, "
+        f"now {resident_gib():.1f} GiB",
+        flush=True,
+    )
+
+
+def forget_pages(folder: Path) -> None:
+    """So that the files come from the disk, not from the page cache."""
+    os.sync()
+    descriptors = [os.open(path, os.O_RDONLY) for path in folder.rglob("*") if path.is_file()]
+    for descriptor in descriptors:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def resume(engine: HostEngine, rows: int, tokens: int, folder: Path, lazy: bool) -> None:
+    started = time.perf_counter()
+    engine.load(folder / "ckpt", wait=not lazy)
+    loaded = time.perf_counter()
+    step_of(engine, rows, tokens, 200)
+    first = time.perf_counter()
+    engine._optimizer.wait_all()
+    most = psutil.Process().memory_info()
+    print(
+        f"{'lazy' if lazy else 'eager'}: load {loaded - started:.1f} s, first step (compiles) "
+        f"{first - loaded:.1f} s, together {first - started:.1f} s; RSS {most.rss / GIB:.1f} GiB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    what, shape, rows, tokens, folder, machine_file, *rest = sys.argv[1:]
+    size, place = (int(rows), int(tokens)), Path(folder)
+    if what == "resume":
+        forget_pages(place)
+    began = time.perf_counter()
+    init = {"init": "random" if what == "run" else "empty"}
+    with engine_for(
+        shape, rows=size[0], tokens=size[1], machine_file=machine_file, overrides=init, say=print
+    ) as engine:
+        print(f"engine made in {time.perf_counter() - began:.1f} s", flush=True)
+        run(engine, *size, place) if what == "run" else resume(engine, *size, place, lazy=rest == ["lazy"])

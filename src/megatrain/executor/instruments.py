@@ -1,0 +1,96 @@
+"""The instruments of an engine: begin and end of a step, and the figures of it.
+
+The spans themselves come from what is there anyway: `Streams` records copies and waits, `CpuUpdater` its passes over units. Here
+they become a `PipelineRecord`; see [Note: which work a record is about] in metrics/pipeline.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from megatrain.device.gpu_meter import GpuMeter
+from megatrain.device.slabs import SlabPool
+from megatrain.device.streams import Streams
+from megatrain.host.store import HostStore
+from megatrain.metrics.pipeline import PipelineRecord, pipeline_of
+from megatrain.metrics.spans import Span
+
+
+class Instruments:
+    """Reads the recorder once a step. Nothing here waits for the device.
+
+    Args:
+        streams: Where spans are recorded.
+        store: For the bytes of an update.
+        on: Whether anything is recorded; `record` gives None otherwise.
+    """
+
+    def __init__(self, streams: Streams, store: HostStore, on: bool):
+        self._streams, self._spans, self._store = streams, streams.spans, store
+        self._spans.on = on
+        self._meter = GpuMeter(streams.device)
+        self._total = torch.cuda.get_device_properties(streams.device).total_memory if streams.cuda else None
+        self._traced: list[Span] = []
+
+    def begin_trace(self) -> None:
+        """From now on visits are recorded, and all spans are kept."""
+        self._spans.tracing = True
+        self._traced = []
+
+    def end_trace(self) -> list[Span]:
+        """All spans since `begin_trace`. The device must be idle."""
+        self._spans.tracing = False
+        spans, self._traced = [*self._traced, *self._spans.take()], []
+        return spans
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A step's launches, and the wait for its loss and norm: compute is idle at the end."""
+        if not self._spans.anchored:
+            self._spans.anchor(idle=False)
+        start = self._spans.mark(self._streams.compute)
+        yield
+        self._spans.end("step", f"step {number}", start, self._streams.compute)
+        self._spans.anchor()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work of the device inside belongs to no training step."""
+        self._spans.paused = True
+        try:
+            yield
+        finally:
+            self._spans.paused = False
+
+    def record(
+        self, slabs: SlabPool | None, pinned_bytes: int, policy: str, ladder: tuple[str, ...]
+    ) -> PipelineRecord | None:
+        """The figures of the step that has just ended, and of whatever else has since the call before."""
+        if not self._spans.on:
+            return None
+        spans = self._spans.take()
+        if self._spans.tracing:
+            self._traced += spans
+        gpu = self._meter.read()
+        return replace(
+            pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
+            slabs=len(slabs.slabs) if slabs else 0,
+            slabs_in_use=slabs.most_in_use if slabs else 0,
+            slab_waits=slabs.waits if slabs else 0,
+            gpu_utilisation=gpu.utilisation,
+            device_used_bytes=gpu.used_bytes,
+            device_reserved_bytes=gpu.reserved_bytes,
+            device_total_bytes=self._total,
+            host_pinned_bytes=pinned_bytes,
+            policy=policy,
+            ladder=ladder,
+        )
+
+    def _adamw_bytes(self) -> int:
+        """Of host memory, for one parameter: its planes are read and written, its gradient is read."""
+        gradient = self._store.dtypes.get("grad", torch.bfloat16).itemsize
+        return gradient + 2 * sum(t.itemsize for kind, t in self._store.dtypes.items() if kind != "grad")

@@ -1,0 +1,171 @@
+"""How many elements of which parameter a rank holds, by the engine's own code on a fake process group.
+
+[Note: a fake group]
+torch's fake process group has any number of ranks and sends nothing. On it, with parameters on meta, the engine's
+`cut`, `parallelize` and `shard` run as they will run in earnest, for any rank of any world, on a laptop.
+`Inventory.of` asks them once which dimension of each parameter tensor parallel cuts; counts for a thousand layouts
+follow by `box_of`, the engine's own formula. `count_on_fake_group` builds a rank of one layout for real, and is
+compared with the formula for every layout that a plan shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatrain.errors import UserError
+from megatrain.mesh.data_parallel import box_of, local, local_parameters, shard
+from megatrain.mesh.devices import Devices
+from megatrain.mesh.engine import plan_parts
+from megatrain.mesh.layout import Coordinate, Layout
+from megatrain.mesh.stage import Part, Stage, cut
+from megatrain.mesh.tensor import parallelize
+from megatrain.models.structure import Structure, Unit
+from megatrain.planner.shape import ModelShape
+
+T = TypeVar("T")
+
+BF16_OVER_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter: its shape, and the dimension that tensor parallel cuts, None for none."""
+
+    shape: tuple[int, ...]
+    tensor_dim: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """A model's shape and the parameters of its units.
+
+    Attributes:
+        shape: What its layers cost.
+        structure: The model on meta, taken apart; parameters in fp32.
+        groups: Pieces of a layer of each template group.
+        embedding, head: Pieces of the edges; `tied` is what a last stage of its own holds besides, a copy of the embedding.
+        kv_width: Elements of keys and of values per token.
+    """
+
+    shape: ModelShape
+    structure: Structure
+    groups: tuple[tuple[Piece, ...], ...]
+    embedding: tuple[Piece, ...]
+    head: tuple[Piece, ...]
+    tied: tuple[Piece, ...]
+    kv_width: int
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, structure: Structure, shape: ModelShape) -> Inventory:
+        """Args:
+        structure: The model on meta, taken apart.
+        shape: Of the same model.
+        """
+        samples = [shape.groups.index(group) for group in sorted(set(shape.groups))]
+        dims = _tensor_dims(structure, samples)
+
+        def pieces(unit: Unit) -> tuple[Piece, ...]:
+            return tuple(_piece(structure, name, dims) for _, name in unit.full_names())
+
+        config = structure.model.config.get_text_config()  # type: ignore[union-attr]
+        heads = getattr(config, "num_attention_heads", 1)
+        head_size = getattr(config, "head_dim", None) or shape.hidden // heads
+        return cls(
+            shape=shape,
+            structure=structure,
+            groups=tuple(pieces(structure.layers[index]) for index in samples),
+            embedding=pieces(structure.embedding),
+            head=pieces(structure.head),
+            tied=tuple(_piece(structure, owner, dims) for owner in set(structure.tied.values())),
+            kv_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
+        )
+
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """The layers of each stage, as the engine splits them."""
+        return self._once(("parts", layout.stages), lambda: tuple(plan_parts(self.structure, layout)))
+
+    def layer(self, group: int, tensor: int, fsdp: int) -> int:
+        """Elements of a layer on the first rank, which has the most."""
+        return self._once((group, tensor, fsdp), lambda: _elements(self.groups[group], tensor, fsdp))
+
+    def edges(self, first: bool, last: bool, tensor: int, fsdp: int) -> int:
+        """Elements of what a stage holds beside its layers, on the first rank."""
+        held: list[Piece] = [*(self.embedding if first else ()), *(self.head if last else ())]
+        if last and not first:
+            held += self.tied
+        return self._once((first, last, tensor, fsdp), lambda: _elements(held, tensor, fsdp))
+
+    def stage(self, part: Part, tensor: int, fsdp: int) -> int:
+        """Elements of a stage on the first rank of its tensor and fsdp groups."""
+        layers = sum(self.layer(self.shape.groups[i], tensor, fsdp) for i in part.layers)
+        return layers + self.edges(part.first, part.last, tensor, fsdp)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def _piece(structure: Structure, name: str, dims: dict[str, int | None]) -> Piece:
+    return Piece(tuple(structure.model.get_parameter(name).shape), dims.get(name))
+
+
+def _elements(pieces: Sequence[Piece], tensor: int, fsdp: int) -> int:
+    return sum(math.prod(box_of(p.shape, p.tensor_dim, (0, tensor), (0, fsdp)).sizes) for p in pieces)
+
+
+def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int | None]:
+    """Which dimension of each parameter tensor parallel cuts; of the layers only of the samples. Empty where it cannot."""
+    dims: dict[str, int | None] = {}
+    with fake_group(2, 0):
+        devices = Devices.build(Layout(tensor=2, shard=1), torch.device("cpu"))
+        for index in samples:
+            part = Part(0, 1, range(index, index + 1))
+            stage = Stage(cut(structure.model, structure, part), structure, part, tensor=2)
+            try:
+                parallelize(stage, structure, devices.mesh["tensor"])
+            except UserError:
+                return {}  # the layout says so, by name
+            for name, parameter in stage.model.named_parameters(remove_duplicate=False):
+                place = parameter.placements[0]  # type: ignore[attr-defined]
+                dims[name] = getattr(place, "dim", None)
+    return dims
+
+
+@contextlib.contextmanager
+def fake_group(world: int, rank: int) -> Iterator[None]:
+    """A process group of `world` ranks that sends nothing, seen from one of them; see [Note: a fake group]."""
+    assert not dist.is_initialized(), "a plan is not made by a rank of a run"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def count_on_fake_group(structure: Structure, layout: Layout, pipeline_rank: int) -> int:
+    """Elements that the first rank of a pipeline rank holds, after building its stages as the engine does."""
+    at = Coordinate(pipeline_rank, 0, 0, 0, 0)
+    with fake_group(layout.world, layout.rank(at)):
+        devices = Devices.build(dataclasses.replace(layout, context=1, shard=layout.fsdp), torch.device("cpu"))
+        devices = dataclasses.replace(devices, device=torch.device("meta"))
+        held = 0
+        parts = plan_parts(structure, layout)
+        for index in layout.stages_of(pipeline_rank):
+            stage = Stage(cut(structure.model, structure, parts[index]), structure, parts[index], layout.tensor)
+            if layout.tensor > 1:
+                parallelize(stage, structure, devices.mesh["tensor"])
+            shard(stage, devices, BF16_OVER_FP32, keep_unsharded=layout.pipeline > 1)
+            held += sum(local(p).numel() for p in local_parameters(stage).values())
+    return held

@@ -1,0 +1,222 @@
+"""Out of device memory is an event: the ladder's rungs, what is said of them, and that they compute the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from families import BY_NAME, batch, build
+from megatrain.config.load import load_config
+from megatrain.errors import HostMemoryLow, PlanRefused
+from megatrain.executor.engine import HostEngine
+from megatrain.executor.ladder import Denser, Situation
+from megatrain.executor.step import StepShape
+from megatrain.optim.adamw import AdamW
+from oom import Allocations
+
+LLAMA = BY_NAME["llama"]
+SHAPE = StepShape(windows=1, chunk_rows=4, head_tokens=256, segment=1, kept=frozenset({1}))
+
+
+def engine_of(**options: Any) -> HostEngine:
+    options = {"compute_dtype": "fp32", "threads": 2, "verify": "never", "optim": AdamW(learning_rate=1e-3), **options}
+    return HostEngine(build(LLAMA, seed=0), device="cpu", **options)
+
+
+def rows_of(seed: int) -> dict[str, torch.Tensor]:
+    return batch(LLAMA, seed=seed, rows=4, tokens=16, kind="padded")
+
+
+def trained(engine: HostEngine, steps: int, first: int = 0) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    found = [engine.train_step(rows_of(step)) for step in range(first, first + steps)]
+    return [(one.loss, one.grad_norm) for one in found], dict(engine.named_parameters())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    for name, weight in one[1].items():
+        assert torch.equal(weight, other[1][name]), name
+
+
+# ------------------------------------------------------------------ the ladder itself
+
+
+def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
+    """What each rung adds, from the first to the last."""
+    denser, found = Denser(), []
+    while True:
+        cut = denser.applied_to(shape)
+        cut = StepShape(**{**cut.__dict__, "windows": max(cut.windows, denser.windows or 1)})
+        resident = situation.resident if denser.resident is None else denser.resident
+        following = denser.next(cut, Situation(situation.rows, situation.training, situation.more_windows, resident))
+        if following is None:
+            return found
+        found.append(following.step_from(denser))
+        denser = following
+
+
+def test_the_rungs_come_in_their_order() -> None:
+    assert rungs(Situation(rows=4, training=True, more_windows=True, resident=3)) == [
+        "activations.policy: recompute",
+        "batch.chunk_rows: 2",
+        "batch.chunk_rows: 1",
+        "batch.head_chunk_tokens: 128",
+        "batch.head_chunk_tokens: 64",
+        "activations.offload: on",
+        "batch.windows: 2",
+        "batch.windows: 4",
+        "1 units on the device (memory.device_fraction: None)",
+        "0 units on the device (memory.device_fraction: None)",
+    ]
+
+
+def test_an_evaluation_climbs_only_what_helps_it() -> None:
+    shape = StepShape(windows=1, chunk_rows=2, head_tokens=64, segment=1, kept=frozenset({1}))
+    assert rungs(Situation(rows=4, training=False, more_windows=True, resident=1), shape) == [
+        "batch.chunk_rows: 1",
+        "0 units on the device (memory.device_fraction: None)",
+    ]
+
+
+def test_what_was_changed_is_yaml_that_the_config_takes(tmp_path: Path) -> None:
+    denser = Denser(True, 2, 128, True, 4, 3, 0.71)
+    pasted = YAML(typ="safe").load(denser.yaml)
+    assert pasted == denser.settings
+    base = {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"dir": "r"}}
+    run = load_config({**base, **pasted, "batch": {"tokens_per_step": 8192, **pasted["batch"]}})
+    assert (run.batch.windows, run.activations.offload, run.memory.device_fraction) == (4, "on", 0.71)
+    assert Denser.from_dict({**denser.as_dict(), "of a newer version": 1}) == denser
+
+
+# ------------------------------------------------------------------ in the engine
+
+
+def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """At the first and at the last allocation of every function that makes tensors."""
+    options = {"chunk_rows": 4, "head_chunk_tokens": 16}
+    with engine_of(**{**options, "chunk_rows": 2}) as planned:
+        want = trained(planned, 2)
+    data = rows_of(0)
+    with engine_of(**options) as engine, Allocations() as counted:
+        engine.train_step(data)
+    assert {"executor/step.py _head", "executor/step.py _grad", "executor/gradients.py take"} <= counted.seen.keys()
+    for site, count in counted.seen.items():
+        for number in {1, count}:
+            caplog.clear()
+            with engine_of(**options) as engine, caplog.at_level(logging.WARNING):
+                with Allocations((site, number)) as failing:
+                    first = engine.train_step(data)
+                assert failing.failed, site
+                second, weights = trained(engine, 1, first=1)
+                assert_same(([(first.loss, first.grad_norm), *second], weights), want)
+            assert "batch:\n      chunk_rows: 2" in caplog.text, site
+
+
+def failing_until(engine: HostEngine, monkeypatch: pytest.MonkeyPatch, enough: Any) -> None:
+    """Every layer runs out of memory until `enough()`."""
+    real = engine._runner.shell.call_layer
+
+    def call(*args: Any) -> Any:
+        if not enough():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*args)
+
+    monkeypatch.setattr(engine._runner.shell, "call_layer", call)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 gradients go into a plane of their own type until there are windows, and into an fp32 plane then."""
+    options = {"compute_dtype": compute, "chunk_rows": 1, "head_chunk_tokens": 64, "offloaded": "all"}
+    with engine_of(**options, windows=2) as planned, engine_of(**options) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._windows == 2)
+        assert engine.store.grad_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
+        assert_same(trained(engine, 2), trained(planned, 2))
+        assert engine._denser.changes == ("activations.offload: on", "batch.windows: 2")
+        assert engine.store.grad_dtype == torch.float32
+
+
+def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    options = {"chunk_rows": 1, "head_chunk_tokens": 64, "offloaded": "all", "windows": 4}
+    with engine_of(**options) as streamed:
+        want = trained(streamed, 3)
+    with engine_of(**options, resident=("embedding", "layer.0", "layer.1")) as engine:
+        first = trained(engine, 1)[0]
+        failing_until(engine, monkeypatch, lambda: engine._denser.resident == 0)
+        with caplog.at_level(logging.WARNING):
+            second, weights = trained(engine, 2, first=1)
+        assert not any(planes.resident for planes in engine.store.units.values())
+        assert engine.memory()["device_resident"] == 0
+        # the norm is summed in another order, which shows in its last bit
+        assert_same(([loss for loss, _ in first + second], weights), ([loss for loss, _ in want[0]], want[1]))
+    assert "memory:\n      device_fraction: " in caplog.text
+
+
+def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"chunk_rows": 2, "head_chunk_tokens": 16}
+    with engine_of(**options) as engine, caplog.at_level(logging.WARNING):
+        data = rows_of(0)
+        with Allocations() as counted:
+            engine.train_step(data)
+        with Allocations(("executor/step.py _grad", counted.seen["executor/step.py _grad"])):
+            record = engine.train_step(data).pipeline
+    for words in (
+        "in the backward of layer 0: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "GiB  device_slots",
+        "nothing was updated",
+        "computed again with batch.chunk_rows: 1",
+        "put into its config:\n    batch:\n      chunk_rows: 1",
+    ):
+        assert words in caplog.text, words
+    assert record is not None
+    assert record.ladder == ("batch.chunk_rows: 1",)
+    assert "chunk_rows 1" in record.policy
+
+
+def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"chunk_rows": 2, "head_chunk_tokens": 64, "offloaded": "all"}
+    with engine_of(**options) as engine:
+        with monkeypatch.context() as patch:
+            failing_until(engine, patch, lambda: engine._windows == 2)
+            trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**options) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._denser == engine._denser
+        assert_same(trained(resumed, 2, first=1), want)
+    # a device with more memory starts afresh
+    with engine_of(**options) as larger:
+        monkeypatch.setattr(HostEngine, "_device_bytes", lambda self: 1 << 40)
+        larger.load(tmp_path / "one")
+        assert larger._denser == Denser()
+
+
+def test_the_end_of_the_ladder_is_the_ledger() -> None:
+    with engine_of(chunk_rows=1, head_chunk_tokens=64, offloaded="all", windows=4) as engine:
+        engine._denser = Denser(offload=True)
+        with (
+            Allocations(("executor/step.py _head", 1)),
+            pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*GiB(.|\n)*densest"),
+        ):
+            engine.train_step(rows_of(0))
+        assert engine.train_step(rows_of(0)).skipped is None
+
+
+def test_a_step_is_interrupted_and_nothing_of_it_is_left() -> None:
+    with engine_of() as calm, engine_of() as engine:
+        want = trained(calm, 2)
+        trained(engine, 1)
+        assert engine.interrupt(HostMemoryLow("low"))
+        with pytest.raises(HostMemoryLow, match="low"):
+            engine.train_step(rows_of(1))
+        assert engine.step == 1
+        assert_same(trained(engine, 1, first=1), (want[0][1:], want[1]))
+    with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as eaten:
+        assert not eaten.interrupt(HostMemoryLow("low"))
+        assert eaten.train_step(rows_of(0)).skipped is None

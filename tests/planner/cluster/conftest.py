@@ -1,0 +1,54 @@
+"""Jobs for the tests of cluster plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, PreTrainedConfig
+
+import families
+from megatrain.machine.cluster import Cluster, load_cluster
+from megatrain.planner.choice import StepSize
+from megatrain.planner.cluster.job import Job
+from megatrain.planner.cluster.run import job_of
+
+FILE = Path(__file__).parents[3] / "docs/machines/h100-cluster.yaml"
+
+
+@functools.cache
+def read_cluster() -> Cluster:
+    return load_cluster(FILE)
+
+
+@functools.cache
+def make_config(name: str) -> PreTrainedConfig:
+    """A family's toy, or `8b`: Llama 3's shape of 8 B parameters."""
+    if name != "8b":
+        return families.config(families.BY_NAME[name])
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=131072,
+    )  # fmt: skip
+
+
+@functools.cache
+def make_job(name: str, world: int = 64, rows: int = 256, tokens: int = 4096) -> Job:
+    return job_of(make_config(name), read_cluster(), world, StepSize(rows, tokens), name=name)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return read_cluster()
+
+
+@pytest.fixture
+def config() -> Callable[[str], PreTrainedConfig]:
+    return make_config
+
+
+@pytest.fixture
+def job() -> Callable[..., Job]:
+    return make_job

@@ -1,0 +1,49 @@
+"""How often to save: the optimum is one, and what is lost adds up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatrain.machine.cluster import Cluster
+from megatrain.planner.cluster.failures import CHECKPOINT_BYTES, best_interval, goodput
+
+
+def lost(every_s: float, stop_s: float, mtbf_s: float) -> float:
+    return stop_s / every_s + every_s / 2 / mtbf_s
+
+
+@pytest.mark.parametrize("stop_s", [1.0, 30.0, 600.0])
+def test_no_other_interval_loses_noticeably_less(stop_s: float) -> None:
+    mtbf_s = 50 * 3600.0
+    best = best_interval(stop_s, mtbf_s)
+    least = min(lost(best * factor, stop_s, mtbf_s) for factor in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0))
+    assert lost(best, stop_s, mtbf_s) < least
+    assert best == pytest.approx(math.sqrt(2 * stop_s * mtbf_s), rel=0.1)
+
+
+def test_a_save_longer_than_the_time_between_failures_is_not_tried_more_often() -> None:
+    assert best_interval(stop_s=1000.0, mtbf_s=400.0) == 400.0
+
+
+def test_a_larger_cluster_fails_more_often_and_saves_more_often(cluster: Cluster) -> None:
+    small, large = (goodput(cluster, world, 10**11, 10**8, step_s=5.0, background=False) for world in (256, 4096))
+    assert small.mtbf_hours == pytest.approx(16 * large.mtbf_hours)
+    assert small.every_steps > large.every_steps
+    assert small.share > large.share > 0.5
+
+
+def test_saves_in_the_background_stop_for_the_copy_and_wait_for_each_other(cluster: Cluster) -> None:
+    parameters, own = 10**11, 10**9
+    behind, front = (goodput(cluster, 1024, parameters, own, 5.0, background) for background in (True, False))
+    assert behind.stop_s == pytest.approx(CHECKPOINT_BYTES * own / (cluster.to_host_gbps * 1e9))
+    assert front.stop_s == front.write_s == behind.write_s
+    assert behind.every_s >= behind.write_s
+    assert behind.share > front.share
+
+
+def test_no_failures_lose_nothing_but_saves(cluster: Cluster) -> None:
+    steady = replace(cluster, mtbf_hours=1e15)
+    assert goodput(steady, 8, 10**9, 10**8, 1.0, background=True).share == pytest.approx(1.0, abs=1e-3)

@@ -1,0 +1,137 @@
+"""Plans of very long rows: attention is kept, MLPs are cut, and state and inputs share what host and device have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatrain.config.schema import ActivationsConfig
+from megatrain.errors import PlanRefused
+from megatrain.machine.machine import Machine
+from megatrain.planner import Options, StepSize, engine_options, plan
+from megatrain.planner.choice import Choice, Policy
+from megatrain.planner.plan import caps_for, plan_of
+from megatrain.planner.shape import ModelShape
+from megatrain.planner.timeline import simulate
+
+Shapes = Callable[..., ModelShape]
+Machines = Callable[..., Machine]
+
+
+def planned(shape: Shapes, machine: Machines, tokens: int, **options: Any) -> Any:
+    return plan(shape("qwen3-8b"), machine("h200"), StepSize(1, tokens), options=Options(**options))
+
+
+def test_short_rows_are_planned_as_ever(shape: Shapes, machine: Machines) -> None:
+    made = planned(shape, machine, 4096)
+    assert made.choice.mlp_chunk_tokens is None
+    assert "attention" not in made.choice.policies
+
+
+def test_a_long_row_keeps_attention_and_cuts_its_mlps(shape: Shapes, machine: Machines) -> None:
+    made = planned(shape, machine, 131072)
+    assert made.choice.policies == ("attention",) * 36
+    assert made.choice.mlp_chunk_tokens == 16384
+    options = engine_options(made)
+    assert options["keep_attention"] == tuple(range(36))
+    assert options["mlp_chunk_tokens"] == 16384
+    recomputed = planned(shape, machine, 131072, policy="recompute")
+    assert recomputed.seconds > 1.15 * made.seconds, "attention's forward is most of what is computed again"
+
+
+def test_the_longest_row_moves_inputs_to_the_host_before_it_gives_up(shape: Shapes, machine: Machines) -> None:
+    made = planned(shape, machine, 262144)
+    assert made.host_bytes <= made.caps.host_bytes and made.device_bytes <= made.caps.device_bytes
+    assert set(made.choice.policies) <= {"attention", "recompute"}
+    large = replace(machine("h200"), host_gib=400.0)
+    longest = plan(shape("qwen3-8b"), large, StepSize(1, 524288))
+    assert longest.choice.offloaded > 0
+    with pytest.raises(PlanRefused, match="device memory"):
+        planned(shape, machine, 1 << 21)
+
+
+def test_a_larger_host_takes_inputs_and_the_device_keeps_attention_in_their_place(
+    shape: Shapes, machine: Machines
+) -> None:
+    found = []
+    for host_gib in (124.0, 200.0, 400.0):
+        made = plan(shape("qwen3-8b"), replace(machine("h200"), host_gib=host_gib), StepSize(1, 393216))
+        kept = [i for i, policy in enumerate(made.choice.policies) if policy == "attention"]
+        found.append((made.seconds, len(kept)))
+    assert found[0][1] < found[1][1]
+    assert found[0][0] > found[1][0] >= found[2][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "auto"),
+        ({"policy": "selective"}, "selective"),
+        ({"attention": "keep"}, "attention"),
+        ({"policy": "recompute", "attention": "keep"}, "attention"),
+        ({"attention": "keep", "mlp": "recompute"}, "attention"),
+        ({"attention": "recompute", "mlp": "keep"}, "mlp"),
+        ({"attention": "keep", "mlp": "keep"}, "keep"),
+        ({"attention": "recompute"}, "recompute"),
+        ({"segment": 4}, "recompute"),
+    ],
+)
+def test_the_config_s_words_come_to_one_policy(given: dict[str, Any], policy: Policy) -> None:
+    assert ActivationsConfig(**given).layer_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"policy": "keep", "attention": "recompute"},
+            "policy: keep decides for whole layers: leave attention at auto",
+        ),
+        ({"segment": 4, "attention": "keep"}, "segment drops all but inputs: leave attention at auto"),
+    ],
+)
+def test_words_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ActivationsConfig(**given)
+
+
+def test_what_each_policy_costs_in_seconds(shape: Shapes, machine: Machines) -> None:
+    """At 131,072 tokens: keeping attention saves its forward, keeping the MLP saves far less, chunks cost an MLP's forward."""
+    model, step = shape("qwen3-8b"), StepSize(1, 131072)
+
+    def seconds(policy: Policy, chunk: int | None = None) -> float:
+        choice = Choice(0, False, False, (policy,) * model.depth, 0, 1, 1, 4096, chunk)
+        return simulate(model, machine("h200"), step, Options(), choice).step
+
+    attention_s = (
+        36 * model.cost(0).attention_flops.at(step.tokens) * step.tokens / machine("h200").attention_rate(131072)
+    )
+    assert seconds("recompute") - seconds("attention") == pytest.approx(attention_s, rel=0.01)
+    assert seconds("keep") < seconds("mlp") < seconds("recompute")
+    assert seconds("recompute", 16384) > seconds("recompute")
+    assert seconds("attention", 16384) == pytest.approx(seconds("attention"))
+
+
+def test_attention_s_rate_goes_through_both_measured_lengths(machine: Machines) -> None:
+    measured = replace(machine("h200"), attention_tflops=327.0, attention_long_tflops=500.0)
+    assert measured.attention_rate(1024) == pytest.approx(327e12)
+    assert measured.attention_rate(32768) == pytest.approx(500e12)
+    assert 500e12 < measured.attention_rate(1 << 19) < 520e12
+    assert machine("h200").attention_rate(1 << 19) == pytest.approx(327e12), "unknown: as in short rows"
+
+
+def test_a_model_whose_mlps_cannot_be_cut_is_planned_whole(shape: Shapes, machine: Machines) -> None:
+    model = shape("qwen3-8b")
+    whole = replace(
+        model, costs=tuple(replace(cost, token_wise_parameters=0) for cost in model.costs), norm_in_chunks=False
+    )
+    made = plan(whole, machine("h200"), StepSize(1, 65536))
+    assert made.choice.mlp_chunk_tokens is None
+    choice = replace(made.choice, mlp_chunk_tokens=None)
+    assert (
+        plan_of(whole, machine("h200"), StepSize(1, 65536), choice).device_bytes
+        <= caps_for(machine("h200")).device_bytes
+    )
