@@ -100,7 +100,10 @@ def test_a_step_without_loss_says_so() -> None:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr(logger, "LINE_EVERY_S", 1000.0)
     out = io.StringIO()
-    return Console(file=out, highlight=False, markup=False, soft_wrap=True, force_terminal=True, width=100)
+    environ = {"TERM": "xterm"}  # whatever the tests run in
+    return Console(
+        file=out, highlight=False, markup=False, soft_wrap=True, force_terminal=True, width=100, _environ=environ
+    )
 
 
 def test_a_terminal_has_a_bar_and_the_log_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

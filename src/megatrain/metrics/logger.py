@@ -107,7 +107,7 @@ class RunLogger:
 
     def progress(self, text: str, share: float) -> None:
         """How far something long is, 0 to 1: a bar on a terminal, else a line every `LINE_EVERY_S`."""
-        if not self._console.is_terminal:
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
             if time.monotonic() >= self._next_word_s:
                 self._next_word_s = time.monotonic() + LINE_EVERY_S
                 self._print(text, logging.INFO)
@@ -115,7 +115,7 @@ class RunLogger:
         if self._work is None:
             columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeRemainingColumn())
             bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-            self._work = (bar, bar.add_task("", total=1.0))
+            self._work = (bar, bar.add_task(text, total=1.0))
             bar.start()
         bar, task = self._work
         bar.update(task, completed=share, description=text)
