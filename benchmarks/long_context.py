@@ -1,6 +1,6 @@
 """One step of a 7B shape on one very long row: seconds, tokens/s, TFLOP/s, peaks, beside the plan. Random weights and tokens.
 
-Use: python benchmarks/long_context.py TOKENS [--layers 28] [--steps 1] [--host-gib 118] [--device-gib 130]
+Use: python benchmarks/long_context.py TOKENS [--layers 28] [--steps 1] [--host-gib 118] [--device-gib N]
             [--attention cudnn|flash] [--machine FILE] [--plan-only] [--skip-layer] [--option NAME=VALUE ...]
 
 The shape is Qwen2.5-7B's: 28 layers, hidden 3584, intermediate 18944, 28 heads of 128 with 4 for keys and values, vocabulary
@@ -18,6 +18,7 @@ import argparse
 import functools
 import gc
 import json
+import os
 import resource
 import tempfile
 import threading
@@ -44,6 +45,7 @@ from megatrain.planner.plan import Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of
+from megatrain.planner.timeline import recomputed_flops
 from megatrain.planner.trace import layer_arguments
 
 MACHINE = Path(__file__).parents[1] / "docs/machines/h200.yaml"
@@ -78,7 +80,7 @@ def with_measured_attention(machine: Machine, forced: str | None) -> Machine:
     return replace(machine, attention_long_tflops=rate)
 
 
-def planned(shape: ModelShape, machine: Machine, tokens: int, host_gib: float, device_gib: float) -> Plan:
+def planned(shape: ModelShape, machine: Machine, tokens: int, host_gib: float, device_gib: float | None) -> Plan:
     caps = caps_for(machine, host_gib=host_gib, device_gib=device_gib)
     if torch.cuda.is_available():
         free = available_caps(machine)
@@ -167,6 +169,7 @@ def watch(engine: HostEngine, ended: threading.Event) -> None:
 
 def run_steps(engine: HostEngine, shape: ModelShape, made: Plan, tokens: int, steps: int) -> None:
     flops = 3 * shape.forward_flops(tokens) * tokens
+    again = recomputed_flops(shape, made.step, made.choice) * tokens
     for step in range(steps):
         ids = torch.randint(0, shape.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(step))
         if torch.cuda.is_available():
@@ -188,7 +191,7 @@ def run_steps(engine: HostEngine, shape: ModelShape, made: Plan, tokens: int, st
         say(
             f"step {step}: loss {result.loss:.4f} norm {result.grad_norm:.3f} skipped {result.skipped} [{split}] {moved}\n"
             f"  {seconds:.2f} s (plan {made.seconds:.2f}), {tokens / seconds:,.0f} tokens/s, "
-            f"{flops / seconds / 1e12:.0f} TFLOP/s ({flops:.3e} FLOPs)\n"
+            f"{flops / seconds / 1e12:.0f} TFLOP/s ({flops:.3e} FLOPs; and {again:.2e} computed again)\n"
             f"  peak HBM {memory['device_peak'] / GIB:.2f} GiB (plan {made.device_bytes / GIB:.2f}; reserved {reserved:.2f}), "
             f"RSS {rss:.1f} GiB (plan {made.host_bytes / GIB:.1f}), pinned {memory['host_pinned'] / GIB:.1f} GiB, "
             f"offloaded inputs {memory['host_inputs'] / GIB:.1f} GiB"
@@ -201,15 +204,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument(
-        "--device-gib", type=float, default=130.0, help="for the plan; what is above is room for its errors"
+        "--device-gib", type=float, default=None, help="that the plan counts on; default: the machine's"
     )
-    parser.add_argument("--host-gib", type=float, default=118.0, help="likewise")
+    parser.add_argument("--host-gib", type=float, default=118.0, help="likewise; what is above is room for its errors")
     parser.add_argument("--attention", choices=tuple(BACKENDS), default=None, help="instead of the fastest")
     parser.add_argument("--machine", default=str(MACHINE))
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--skip-layer", action="store_true", help="do not run a layer alone first")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of HostEngine instead of the plan's")
     given = parser.parse_args()
+    # before the first use of the device: tensors of many sizes, each a hundredth of its memory, leave no gaps between them
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     folder = folder_of(given.layers)
     shape = shape_of(load_model_config(folder), name="qwen2.5-7b")
     machine = with_measured_attention(load_machine(given.machine), given.attention)

@@ -54,6 +54,7 @@ from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_optio
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of_structure
+from megatrain.planner.timeline import recomputed_flops
 
 logger = logging.getLogger(__name__)
 
@@ -579,10 +580,7 @@ def _conclude(report: Report, model: ModelShape, made: Plan | None, machine: Mac
         report.pcie["share_of_link"] = report.pcie["gbps"] / (2 * machine.both_gbps)
     if made is None:
         return
-    again = [i for i, policy in enumerate(made.choice.policies) if policy == "recompute"]
-    flops = sum(
-        model.cost(i).product_flops.at(report.tokens) + model.cost(i).attention_flops.at(report.tokens) for i in again
-    )
+    flops = recomputed_flops(model, made.step, made.choice)
     if on_gpu:
         report.recompute_tflops = flops * tokens / step / 1e12
         alone = sum(seconds for name, seconds in made.timeline.busy.items() if name != "gpu")

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import BY_NAME, Family, batch, build
+from megatrain.executor import gate
 from megatrain.executor.engine import HostEngine
 from megatrain.models.structure import take_apart
 from megatrain.models.templates import ATTENTION
@@ -75,6 +76,32 @@ def test_all_long_context_settings_together_equal_none_of_them() -> None:
     assert loss == pytest.approx(want_loss, rel=1e-6)
     error, worst = gradient_error(got, want)
     assert error < 1e-5, f"{worst}: {error:.1e}"
+
+
+def test_an_evaluation_in_chunks_gives_the_same_loss() -> None:
+    data = batch(BY_NAME["qwen3_moe"], seed=2, rows=2, tokens=24)
+    losses = []
+    for chunk in (None, 5):
+        with HostEngine(
+            build(BY_NAME["qwen3_moe"], seed=0), device="cpu", verify="never", compile="off", mlp_chunk_tokens=chunk
+        ) as engine:  # fmt: skip
+            losses.append(engine.eval_step(data).loss_sum)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_family_of_which_nothing_is_known_is_computed_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_copy(*_: Any) -> Any:
+        raise gate._NoTinyCopy("no tiny copy of this config runs")
+
+    monkeypatch.setattr(gate, "_tiny_model", no_copy)
+    gate._token_wise.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        got = step_of(BY_NAME["llama"], mlp_chunk_tokens=7)
+    gate._token_wise.cache_clear()
+    assert "so it is not known which modules are token-wise: MLPs are computed whole" in caplog.text
+    assert_same_bits(got, step_of(BY_NAME["llama"]))
 
 
 def test_dropout_of_a_kept_part_replays() -> None:

@@ -112,6 +112,7 @@ def test_loss_and_gradients_at_8k_with_every_setting_equal_those_without(compile
         ("recompute", 131072, 16384, 2),
         ("attention", 65536, 16384, 0),
         ("attention", 131072, 16384, 0),
+        ("attention", 131072, 16384, 2),
         ("selective", 32768, None, 0),
         ("keep", 32768, None, 0),
     ],

@@ -72,7 +72,7 @@ def test_the_lines_of_the_formula_add_up(shape: ModelShape) -> None:
     unit, given, qkv = 2 * hidden, 2 * heads * size + 4 * heads, 2 * 2 * (heads + 2 * kv_heads) * size
     assert held_bytes(shape, 0, "attention", 262144, Options()) == given
     found = working_bytes(shape, StepSize(1, 262144), Options(), choice(shape, chunk=16384))[0] / 262144
-    assert found == 4 * unit + given + qkv + 4 * hidden
+    assert found == 5 * unit + given + qkv + 4 * hidden
 
 
 def test_chunks_of_tokens_take_the_mlp_out_of_the_peak_and_never_cost_more(shape: ModelShape) -> None:
@@ -81,4 +81,4 @@ def test_chunks_of_tokens_take_the_mlp_out_of_the_peak_and_never_cost_more(shape
         whole, cut = (device_peak(shape, step, Options(), choice(shape, chunk=chunk)).nbytes for chunk in (None, 16384))
         assert cut <= whole
     wide = 2 * 18944 * 524288
-    assert whole - cut > 3 * wide, "gate, up and their product"
+    assert whole - cut > 2 * wide, "gate and up, of which only one chunk exists"

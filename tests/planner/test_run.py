@@ -112,6 +112,7 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
         "activations.policy": "keep",
         "activations.compile": "off",
         "activations.offload": "off",
+        "activations.mlp_chunk_tokens": 9,
         "batch.windows": 2,
         "batch.chunk_rows": 1,
         "batch.head_chunk_tokens": 7,
@@ -122,6 +123,7 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
     assert (options.compute, options.transport_bytes, options.policy) == ("fp32", 4, "keep")
     assert (options.compiled, options.offload, options.staged, options.threads) == (False, "off", True, 3)
     assert (options.windows, options.chunk_rows, options.head_chunk_tokens) == (2, 1, 7)
+    assert options.mlp_chunk_tokens == 9
     default = options_of(load_config(run_file))
     assert (default.compute, default.policy, default.windows, default.compiled) == ("bf16", "auto", None, True)
 
@@ -136,6 +138,25 @@ def test_on_a_cpu_the_engine_gets_what_the_file_says(run_file: Path) -> None:
     with HostEngine(run.model.path, device="cpu", **options) as engine:
         ids = torch.randint(0, 8, (4, 16))
         assert engine.train_step({"input_ids": ids, "labels": ids}).skipped is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["attention=keep"], "keep_attention"),
+        (["policy=recompute", "mlp=keep"], "keep_mlp"),
+        (["attention=keep", "mlp=keep"], "kept"),
+    ],
+)
+def test_on_a_cpu_the_words_for_parts_of_a_layer_are_the_engine_s(
+    run_file: Path, words: list[str], option: str
+) -> None:
+    given = [f"activations.{word}" for word in [*words, "mlp_chunk_tokens=7"]]
+    options = planned_options(load_config(run_file, given))
+    chosen = {name for name in ("kept", "selective", "keep_attention", "keep_mlp") if options[name] == "all"}
+    assert chosen == {option}
+    assert options["mlp_chunk_tokens"] == 7
 
 
 FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3"]

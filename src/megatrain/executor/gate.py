@@ -229,9 +229,7 @@ def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Ma
     try:
         model = _tiny_model(key.config, attention, trust_remote_code).eval()
     except _NoTinyCopy as error:
-        logger.warning(
-            "%s, so it is not known which modules are token-wise; asked for chunks of tokens, going on whole", error
-        )
+        logger.warning("%s, so it is not known which modules are token-wise: MLPs are computed whole", error)
         return {}
     structure = take_apart(model)
     ids_BT = _batch(model, seed=0)["input_ids"]

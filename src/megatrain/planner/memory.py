@@ -14,11 +14,12 @@ fused attention gave and the logarithms of its sums, `mlp` the results of the pr
 
 [Note: one layer of a long row]
 With the MLP in chunks of tokens, nothing of it is there at once but one chunk. The worst moment is then the attention's own
-backward. Beside the gradients of the layer's input and output there are the layer's output, the gradient behind the attention,
-that of what attention gave, and the normed input; what attention gave; queries, keys and values, their gradients, and the
-kernel's fp32 sum of the queries' gradients. The other candidate is the MLP's backward: output, normed input, its gradient, the
-residual, what attention gave, and one chunk: everything that the MLP saves, as much again of gradients, and the fp32 sums of its
-weights' gradients beside their bf16 parts.
+backward. Beside the gradients of the layer's input and output there are, each as large as hidden states: the gradient behind the
+attention, that of what attention gave, the normed input, and two more because the compiler computes the gradients of both norms'
+weights together, at the end. Then what attention gave; queries, keys and values, their gradients, and the kernel's fp32 sum of
+the queries' gradients. The other candidate is the MLP's backward: normed input, its gradient, the residual, what attention gave,
+and one chunk: everything that the MLP saves, as much again of gradients, and the fp32 sums of its weights' gradients beside their
+bf16 parts.
 
 [Note: the device's worst moment]
 All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
@@ -102,9 +103,9 @@ def working_bytes(shape: ModelShape, step: StepSize, options: Options, choice: C
         apart = cost.token_wise_bytes.at(step.tokens) * scale
         qkv = cost.attention_input_bytes.at(step.tokens) * scale
         given = cost.attention_saved_bytes.at(step.tokens) * scale
-        attention = (4 * hidden + 2 * qkv + given + 4 * shape.hidden) * tokens
+        attention = (5 * hidden + 2 * qkv + given + 4 * shape.hidden) * tokens
         sums = (4 + options.compute_bytes) * cost.token_wise_parameters
-        mlp = (4 * hidden + given) * tokens + MLP_CHUNK_FACTOR * apart * chunk + sums
+        mlp = (3 * hidden + given) * tokens + MLP_CHUNK_FACTOR * apart * chunk + sums
         worst.append(max(attention, mlp) if apart else np.inf)
     return np.minimum(whole, np.array(worst)[shape.group_index])
 

@@ -166,6 +166,22 @@ def layer_seconds(
     return LayerSeconds(max(forward, least), max(backward, least * (2 if again else 1)))
 
 
+def recomputed_flops(shape: ModelShape, step: StepSize, choice: Choice) -> float:
+    """FLOPs per token of products and attention that a step computes a second or third time, by the layers' policies."""
+    total = 0.0
+    for layer, policy in enumerate(choice.policies):
+        cost = shape.cost(layer)
+        products, attention, token_wise = (
+            flops.at(step.tokens) for flops in (cost.product_flops, cost.attention_flops, cost.token_wise_flops)
+        )
+        third = token_wise if choice.mlp_chunk_tokens is not None else 0.0
+        again: dict[Policy, float] = {
+            "recompute": products + attention + third, "attention": products, "mlp": products - token_wise + attention
+        }  # fmt: skip
+        total += again.get(policy, 0.0)
+    return total
+
+
 def head_seconds(shape: ModelShape, machine: Machine, options: Options, cut: Cut) -> float:
     """Forward and backward of the head over one window, with the fp32 sum of its gradient."""
     slow = FP32_TIME if options.compute == "fp32" else 1.0
