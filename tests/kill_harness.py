@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +151,8 @@ def run_to_end(
             ]  # fmt: skip
             train(load_config(tiny_run.config(folder), settings), resume="auto")
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     begun = None if aimed else started

@@ -214,6 +214,13 @@ BAD = [
         "shifted labels", "a.jsonl", _jsonl({"input_ids": [5, 6], "labels": [6, 7]}), "a.jsonl:1", "labels differ from"
     ),
     Bad("ids of another tokenizer", "a.jsonl", _jsonl({"input_ids": [5, 60_000]}), "a.jsonl:1", "vocabulary of"),
+    Bad(
+        "documents of one token",
+        "a.jsonl",
+        _jsonl(*[{"input_ids": [5]}] * 4),
+        "data.train",
+        "no token of train would be",
+    ),
     # the data as a whole
     Bad(
         "a sample longer than a row",

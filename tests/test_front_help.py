@@ -8,7 +8,8 @@ import pytest
 
 from megatrain.arguments import parser
 from megatrain.cli import main
-from megatrain.config.load import MAIN_KEYS, fields, section_names
+from megatrain.config.help import MAIN_KEYS, section_names
+from megatrain.config.load import fields
 
 
 def _shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:

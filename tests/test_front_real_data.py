@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from megatrain.cli import main
+from megatrain.errors import counted
 from megatrain.metrics.record import read_records
 from tiny_run import config, write_model
 
@@ -75,7 +76,7 @@ def test_a_file_is_looked_at_checked_and_trained_on(
     assert main(["data", run, "--samples", "2"]) == 0
     shown = capsys.readouterr().out
     assert f"format {format} (" in shown
-    assert f": {samples:,} samples, " in shown
+    assert f": {counted(samples, 'sample')}, " in shown
     assert "no sample was rejected" in shown
     assert "⟦" in shown
 

@@ -68,6 +68,26 @@ def test_without_a_complete_checkpoint_auto_starts_and_latest_fails(tmp_path: Pa
         run.resume_point("latest")
 
 
+@pytest.mark.parametrize("left", [["checkpoints"], ["config.yaml.new"], ["checkpoints", "config.yaml.new"]])
+def test_a_start_that_was_killed_at_once_is_no_run(tmp_path: Path, left: list[str]) -> None:
+    """CASES 23: between making the folder and writing the config that marks it as a run's."""
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    for name in left:
+        (run.path / name).mkdir()
+    assert run.resume_point("auto") is None
+    (run.path / "notes.txt").touch()
+    with pytest.raises(UserError, match="holds files but no run"):
+        run.resume_point("auto")
+
+
+def test_a_folder_with_checkpoints_and_no_config_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 5)
+    run.config.unlink()
+    with pytest.raises(UserError, match="holds files but no run"):
+        run.resume_point("auto")
+
+
 def test_resume_from_a_path(tmp_path: Path) -> None:
     run = make(tmp_path / "run", 5, 10)
     other = make(tmp_path / "other", 7)

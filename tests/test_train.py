@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -350,6 +351,16 @@ def test_an_error_of_the_batch_thread_reaches_the_caller(
 
 
 # CASES 36 and 39.
+
+
+def test_a_run_is_a_run_before_its_engine_is_made(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while a large model is read, it goes on with --resume auto."""
+    run = make(files, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module("megatrain.train"), "make_engine", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(run)
+    assert train(run, resume="auto", engine=CountingEngine()).step == 4
 
 
 def test_a_folder_that_is_not_empty_stays_as_it_is(files: Path, tmp_path: Path) -> None:

@@ -453,6 +453,7 @@ def test_check_writes_no_run_folder_and_says_what_a_run_is(own_files: Path, caps
     ("words", "message"),
     [
         (["train", "run.yaml", "--learning_rate", "1"], 'did you mean "--optim.learning_rate"?'),
+        (["train", "run.yaml", "--allow-changes=data"], "--allow-changes: means nothing without --resume"),
         (["train", "nothing.yaml"], "nothing.yaml: no such file"),
         (["eval", "run.yaml"], "data.val: is not set"),
         (["eval", "run.yaml", "--data.val=x.txt", "--checkpoint", "nowhere"], "nowhere: no such model folder"),

@@ -68,6 +68,8 @@ def _run(words: list[str]) -> int:
         return 0
     if arguments.config is None:
         raise UserError("trace needs RUN.yaml, or --shape", "trace")
+    if getattr(arguments, "allow_changes", ()) and arguments.resume is None:
+        raise UserError("means nothing without --resume", "--allow-changes", "say where to go on: --resume auto")
     run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
     match arguments.command:
         case "train":

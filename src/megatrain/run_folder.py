@@ -90,6 +90,9 @@ class RunFolder:
                     "set run.dir to a new folder, or go on with the run in it: --resume auto",
                 )
             return None
+        if used and not self.config.is_file() and self._was_begun():
+            logger.info("%s: an earlier start ended before the run began; this one begins", self.path)
+            used = False
         if used and not self.config.is_file():
             raise UserError(
                 "holds files but no run (no config.yaml)", f"run.dir {self.path}", "set run.dir to a new folder"
@@ -104,6 +107,12 @@ class RunFolder:
                 )
             return newest
         return self._chosen(Path(resume), used)
+
+    def _was_begun(self) -> bool:
+        """Whether there is nothing but what a start leaves that was killed before it had written the config."""
+        own = {self.checkpoints.name, self.config.name + ".new"}
+        inside = {path.name for path in self.path.iterdir()}
+        return inside <= own and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def _chosen(self, chosen: Path, used: bool) -> Path:
         if not is_complete(chosen):

@@ -107,6 +107,8 @@ def train(
             total, step = prepared.total_steps, prepared.past.step
             return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
         folder.create()
+        if not folder.config.exists():  # what marks the folder as a run's comes first: making the engine may take long
+            replace_text(folder.config, dump_config(run))
         log.open_folder(folder.path)
         folder.tidy()
         for signal in ("save", "stop"):
@@ -222,7 +224,7 @@ class Loop:
             )
 
     def _write_config(self) -> None:
-        _replace_text(self.folder.config, dump_config(self.run_config))
+        replace_text(self.folder.config, dump_config(self.run_config))
 
     def _one_history(self) -> Divergence | None:
         """Steps from `self.step` to the end, a stop, or a divergence."""
@@ -535,7 +537,8 @@ def _due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is never seen half written."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatrain.check import Prepared, check_mesh, prepare
+from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence
 from megatrain.errors import UserError
@@ -27,7 +28,7 @@ from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.run_folder import RunFolder
 from megatrain.stop import StopSignals
-from megatrain.train import Loop, NoOutput, TrainSummary, engine_for, errors_into_log
+from megatrain.train import Loop, NoOutput, TrainSummary, engine_for, errors_into_log, replace_text
 
 
 def train_on_mesh(
@@ -51,6 +52,8 @@ def train_on_mesh(
         prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
         folder.create()
         if main:
+            if not folder.config.exists():  # see `train`
+                replace_text(folder.config, dump_config(run))
             log.open_folder(folder.path)
         for signal in ("save", "stop"):
             if folder.taken(signal):

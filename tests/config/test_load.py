@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.config.load import describe_keys, dump_config, fields, load_config, split_overrides, suggest_key
+from megatrain.config.help import describe_keys
+from megatrain.config.load import dump_config, fields, load_config, split_overrides, suggest_key
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 

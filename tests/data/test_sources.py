@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from megatrain.data.rejects import SampleRejected
-from megatrain.data.sources import PIECE_CHARS, Record, find_files, read_records, split_text, unit_of
+from megatrain.data.sources import PIECE_CHARS, FileProgress, Record, find_files, read_records, split_text, unit_of
 from megatrain.errors import UserError
 
 ROWS = [{"text": f"text {i}", "n": i} for i in range(700)]
@@ -102,6 +102,29 @@ def test_a_text_file_is_one_document_however_long(tmp_path: Path) -> None:
 def test_lines_of_a_text_file_are_documents_of_their_own(tmp_path: Path) -> None:
     records = _read(_write(tmp_path / "a.txt", "one\n\ntwo\nthree"), lines=True)
     assert [(r.line, r.value) for r in records] == [(1, {"text": "one"}), (3, {"text": "two"}), (4, {"text": "three"})]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "l.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.txt"]
+)
+def test_how_far_a_file_is_read_is_known(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    pieces = {
+        "a.json": json.dumps(ROWS).encode(), "a.jsonl.gz": gzip.compress(JSONL.encode(), 0),
+        "a.jsonl.zst": zstandard.ZstdCompressor().compress(JSONL.encode()), "a.txt": b"a word " * 500_000,
+    }  # fmt: skip
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=150)
+    elif name == "a.arrow":
+        _write_arrow(file, stream=True)
+    else:
+        file.write_bytes(pieces.get(name, JSONL.encode()))
+    progress = FileProgress(file)
+    assert progress.share == 0
+    shares = [progress.share for _ in read_records(file, progress=progress)]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= progress.share
+    assert progress.share == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 50_000, "word " * 20_000, "a b\nc" * 9_000, "词" * 40_000])

@@ -100,7 +100,10 @@ def test_a_step_without_loss_says_so() -> None:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr(logger, "LINE_EVERY_S", 1000.0)
     out = io.StringIO()
-    return Console(file=out, highlight=False, markup=False, soft_wrap=True, force_terminal=True, width=100)
+    environ = {"TERM": "xterm"}  # whatever the tests run in
+    return Console(
+        file=out, highlight=False, markup=False, soft_wrap=True, force_terminal=True, width=100, _environ=environ
+    )
 
 
 def test_a_terminal_has_a_bar_and_the_log_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +146,29 @@ def test_an_error_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError):
         failing()
     assert "\x1b[?25h" in shown(console), "the cursor is shown again"
+
+
+def test_long_reading_is_a_bar_on_a_terminal_and_few_lines_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = logging.getLogger("megatrain.data.build")
+
+    def read(console: Console) -> str:
+        with RunLogger(console) as log:
+            log.open_folder(tmp_path)
+            for percent in range(0, 101, 5):
+                reading.info("a.jsonl: %d%%", percent, extra={"share": percent / 100})
+            log.info("a.jsonl: done")
+        return shown(console)
+
+    on_a_terminal = read(terminal(monkeypatch))
+    assert "a.jsonl: 100%" in on_a_terminal or "a.jsonl: 0%" in on_a_terminal
+    assert on_a_terminal.rstrip().endswith("a.jsonl: done")
+    assert "%" not in (tmp_path / "log.txt").read_text(), "no bar in the log"
+    plain = read(Console(file=io.StringIO(), soft_wrap=True))
+    assert plain == "a.jsonl: done\n", "too short for a line of its own"
+    monkeypatch.setattr(logger, "LINE_EVERY_S", 0.0)
+    assert read(Console(file=io.StringIO(), soft_wrap=True)).count("%") == 21
 
 
 def test_the_bar_says_loss_speed_and_time_left() -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatrain.config.load import default_text, fields, model_in, type_text
+from megatrain.config.help import default_text, type_text
+from megatrain.config.load import fields, model_in
 from megatrain.config.schema import RunConfig
 
 FOLDER = Path(__file__).parents[3] / "docs"

@@ -12,14 +12,12 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import shutil
-import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -345,22 +343,23 @@ def _field_type(loc: Loc) -> Any:
     info = _field_at(loc)
     if info is None or isinstance(loc[-1], int):
         return None
-    kinds = [kind for kind in _alternatives(info.annotation) if kind is not NoneType]
+    kinds = [kind for kind in alternatives(info.annotation) if kind is not NoneType]
     return kinds[0] if len(kinds) == 1 else None
 
 
-def _alternatives(annotation: Any) -> list[Any]:
+def alternatives(annotation: Any) -> list[Any]:
+    """The types that a field takes: the parts of a union, whatever it is annotated with left out."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _alternatives(get_args(annotation)[0])
+        return alternatives(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _alternatives(part)]
+        return [kind for part in get_args(annotation) for kind in alternatives(part)]
     return [annotation]
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, or a list of which it holds; None for a plain value."""
-    for kind in _alternatives(annotation):
+    for kind in alternatives(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
         if get_origin(kind) is tuple and (inner := model_in(get_args(kind)[0])):
@@ -476,79 +475,11 @@ def suggest_key(dotted: str) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Help
-
-
 def fields(model: type[BaseModel] = RunConfig, loc: Loc = ()) -> Iterator[tuple[Loc, FieldInfo]]:
     """Every key of the config with its field, in the order of the YAML; "N" stands for the position in a list."""
     for name, info in model.model_fields.items():
         place = (*loc, name)
         yield place, info
         if inner := model_in(info.annotation):
-            many = any(get_origin(kind) is tuple for kind in _alternatives(info.annotation))
+            many = any(get_origin(kind) is tuple for kind in alternatives(info.annotation))
             yield from fields(inner, (*place, "N") if many else place)
-
-
-MAIN_KEYS = frozenset(
-    (
-        "model.path data.train data.val data.max_tokens data.overflow data.train_on batch.tokens_per_step optim.learning_rate "
-        "optim.weight_decay schedule.warmup_ratio schedule.epochs schedule.steps eval.every_steps checkpoint.every_steps "
-        "checkpoint.keep run.dir run.seed"
-    ).split()
-)
-"""What a run usually sets: the short help."""
-_NAME_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 36, 72, 120
-
-
-def section_names() -> list[str]:
-    """The sections of a config, and `engine`, in the order of the YAML."""
-    return list(RunConfig.model_fields)
-
-
-def describe_keys(section: str | None = None, only: Collection[str] | None = None) -> str:
-    """Keys with type, meaning and default, grouped by section in the order of the YAML, for `--help`.
-
-    Args:
-        section: Those of one section; None: of all.
-        only: These alone, without the sections' headings.
-    """
-    lines: list[str] = []
-    width = min(max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH), _MOST_WIDTH)
-    for loc, info in fields():
-        name = ".".join(map(str, loc))
-        if section not in (None, loc[0]) or (only is not None and name not in only):
-            continue
-        if len(loc) == 1 and info.description is None:
-            heading = model_in(info.annotation)
-            assert heading is not None, f"{name} has neither description nor keys"
-            lines += ["", f"{name}: {' '.join((heading.__doc__ or '').split())}"]
-            continue
-        default = "required" if info.is_required() else f"default: {default_text(info)}"
-        if len(loc) == 1 and only is None:
-            lines.append("")
-        option = f"  --{name} {type_text(info)}"
-        text = textwrap.wrap(f"{info.description} ({default})", width - _NAME_WIDTH)
-        if len(option) < _NAME_WIDTH:
-            option = option.ljust(_NAME_WIDTH) + text.pop(0)
-        lines += [option, *(" " * _NAME_WIDTH + line for line in text)]
-    return "\n".join(lines)
-
-
-def default_text(info: FieldInfo) -> str:
-    """A field's default as YAML writes it."""
-    value = info.default
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)
-
-
-def type_text(info: FieldInfo) -> str:
-    """What a field takes, in a word: its choices, N, X, TEXT, or YAML for what has parts."""
-    words: list[str] = []
-    for kind in _alternatives(info.annotation):
-        if get_origin(kind) is Literal:
-            words += map(str, get_args(kind))
-        elif kind is not NoneType:
-            words.append({str: "TEXT", int: "N", float: "X", bool: "true|false"}.get(kind, "YAML"))
-    return "|".join(words)

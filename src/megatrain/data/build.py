@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ from megatrain.data.formats import ChatSample, PromptSample, Reading, Sample, Te
 from megatrain.data.rejects import Rejects, SampleRejected
 from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.settings import SourceLike
-from megatrain.data.sources import Record, find_files, is_text, read_records, split_text, unit_of
+from megatrain.data.sources import FileProgress, Record, find_files, is_text, read_records, split_text, unit_of
 from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
 from megatrain.errors import UserError, counted
 
@@ -38,9 +39,12 @@ BATCH_CHARS = 1 << 20
 """Text tokenised at once: enough for the tokenizer's threads, little enough to hold."""
 PEEKED_RECORDS = 100
 """Records of each file that are looked at for its format."""
-PROGRESS_SECONDS = 10.0
+PROGRESS_SECONDS = 0.5
+"""Between two words on how far a source is; who prints them may print fewer."""
 
 Log = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class _SourceBuild:
         self._source, self._files, self._where = source, files, where
         self._rejects = Rejects()
         self._readings: list[str] = []
+        self._read_of = [FileProgress(file) for file in files]
         self._next_word = time.monotonic() + PROGRESS_SECONDS
 
     def write(self, folder: Path) -> None:
@@ -178,7 +183,7 @@ class _SourceBuild:
         """The kind of the source, and its samples with file number and record. Rejects are counted on the way."""
         opened: list[_OpenFile] = []
         for number, file in enumerate(self._files):
-            records = read_records(file, lines=self._source.format == "lines")
+            records = self._records(number)
             first = list(itertools.islice(records, PEEKED_RECORDS))
             reading = self._reading(file, [record.value for record in first if isinstance(record.value, dict)])
             # All files are looked at before the first is read, so that a wrong one is an error at once. A single one
@@ -186,6 +191,7 @@ class _SourceBuild:
             again = len(self._files) > 1
             if again:
                 records.close()
+                self._read_of[number] = FileProgress(file)
             opened.append(_OpenFile(number, file, reading, None if again else itertools.chain(first, records)))
         by_kind: dict[Kind, Path] = {one.reading.kind: one.file for one in opened if one.reading is not None}
         if len(by_kind) > 1:
@@ -215,7 +221,7 @@ class _SourceBuild:
     def _read(self, opened: list[_OpenFile]) -> Generator[tuple[int, Record, Sample]]:
         for one in opened:
             inside = False  # of a text that comes in pieces; only a whole text can be an empty sample
-            for record in one.records or read_records(one.file, lines=self._source.format == "lines"):
+            for record in one.records or self._records(one.number):
                 piece, inside = record.more or inside, record.more
                 self._rejects.seen += not record.more
                 try:
@@ -238,10 +244,18 @@ class _SourceBuild:
         path = self._files[file]
         return place(str(path), unit_of(path), line)
 
+    def _records(self, number: int) -> Generator[Record]:
+        return read_records(self._files[number], self._source.format == "lines", self._read_of[number])
+
     def _progress(self) -> None:
-        if (now := time.monotonic()) > self._next_word:
-            self._next_word = now + PROGRESS_SECONDS
-            self._log(f"{self._source.path}: {self._rejects.seen:,} samples read")
+        """Say how far the source is, as a log record with its `share`: a logger for people makes a bar of it."""
+        if (now := time.monotonic()) < self._next_word:
+            return
+        self._next_word = now + PROGRESS_SECONDS
+        done = sum(one.share * one.size_bytes for one in self._read_of)
+        share = done / max(sum(one.size_bytes for one in self._read_of), 1)
+        words = f"{self._source.path}: {counted(self._rejects.seen, 'sample')} read"
+        logger.info("%s, %.0f%%", words, 100 * share, extra={"share": share})
 
     # ---- streams
 

@@ -52,6 +52,34 @@ class Record:
     more: bool = False
 
 
+class FileProgress:
+    """How much of a file has been read. Its reader says so, whoever shows it asks.
+
+    Args:
+        file: Must exist.
+    """
+
+    def __init__(self, file: Path):
+        self.size_bytes = file.stat().st_size
+        self._raw: Any = None  # the open file on the disk, compressed or not; a closed one has been read
+        self._share = 0.0
+
+    def follow(self, raw: Any) -> None:
+        """The reader reads from `raw`, whose `tell` counts bytes of the file."""
+        self._raw = raw
+
+    def reached(self, share: float) -> None:
+        """The reader knows it itself, 0 to 1."""
+        self._raw, self._share = None, share
+
+    @property
+    def share(self) -> float:
+        """0 to 1."""
+        if self._raw is None:
+            return self._share
+        return 1.0 if self._raw.closed else min(1.0, self._raw.tell() / max(self.size_bytes, 1))
+
+
 def find_files(path: str, where: str, *, subset: str | None = None, split: str | None = None) -> list[Path]:
     """The files of a source, in a fixed order.
 
@@ -107,32 +135,34 @@ def is_text(file: Path) -> bool:
     return _file_type(file)[0] in ("txt", None)
 
 
-def read_records(file: Path, lines: bool = False) -> Generator[Record]:
+def read_records(file: Path, lines: bool = False, progress: FileProgress | None = None) -> Generator[Record]:
     """Read one file.
 
     Args:
         file: Its suffix says how it is read; an unknown suffix means plain text.
         lines: Plain text only: every line that is not blank is a document; otherwise the file is one.
+        progress: Told how far it is.
 
     Raises:
         UserError: The file as a whole cannot be read.
     """
     kind, _ = _file_type(file)
     with _errors_of(file):
+        progress = progress or FileProgress(file)
         if kind == "json":
-            yield from _read_json(file)
+            yield from _read_json(file, progress)
         elif kind == "jsonl":
-            yield from _read_jsonl(file)
+            yield from _read_jsonl(file, progress)
         elif kind == "parquet":
-            yield from _read_parquet(file)
+            yield from _read_parquet(file, progress)
         elif kind == "arrow":
-            yield from _read_arrow(file)
+            yield from _read_arrow(file, progress)
         elif kind == "csv":
-            yield from _read_csv(file)
+            yield from _read_csv(file, progress)
         elif lines:
-            yield from _read_lines(file)
+            yield from _read_lines(file, progress)
         else:
-            yield from _read_text(file)
+            yield from _read_text(file, progress)
 
 
 def cut_point(text: str, begin: int, limit: int) -> int:
@@ -245,7 +275,7 @@ class _ZstdReader(io.RawIOBase):
     def __init__(self, file: Path):
         import zstandard
 
-        self._source = file.open("rb")
+        self.source = file.open("rb")
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._broken = zstandard.ZstdError
         self._frame: Any = None
@@ -257,7 +287,7 @@ class _ZstdReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            compressed = rest or self._source.read(1 << 17)
+            compressed = rest or self.source.read(1 << 17)
             if not compressed:
                 if self._frame is not None and not self._frame.eof:
                     raise EOFError("the compressed data ends too early")
@@ -274,37 +304,47 @@ class _ZstdReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        self._source.close()
+        self.source.close()
         super().close()
 
 
-def _open_binary(file: Path) -> IO[bytes]:
+def _open_binary(file: Path, progress: FileProgress) -> IO[bytes]:
     _, compression = _file_type(file)
     if compression == ".gz":
-        return io.BufferedReader(gzip.open(file, "rb"))  # pyright: ignore[reportArgumentType]  (it is a raw stream)
+        unzipped = gzip.GzipFile(file, "rb")
+        progress.follow(unzipped.fileobj)
+        return io.BufferedReader(unzipped)  # pyright: ignore[reportArgumentType]  (it is a raw stream)
     if compression == ".zst":
-        return io.BufferedReader(_ZstdReader(file), buffer_size=1 << 17)
-    return file.open("rb")
+        reader = _ZstdReader(file)
+        progress.follow(reader.source)
+        return io.BufferedReader(reader, buffer_size=1 << 17)
+    stream = file.open("rb")
+    progress.follow(stream)
+    return stream
 
 
-def _open_text(file: Path, newline: str | None = None) -> IO[str]:
-    return io.TextIOWrapper(_open_binary(file), encoding="utf-8-sig", newline=newline)
+def _open_text(file: Path, progress: FileProgress, newline: str | None = None) -> IO[str]:
+    return io.TextIOWrapper(_open_binary(file, progress), encoding="utf-8-sig", newline=newline)
 
 
 # ---- reading
 
 
-def _read_json(file: Path) -> Iterator[Record]:
+def _read_json(file: Path, progress: FileProgress) -> Iterator[Record]:
     import orjson
 
-    with _open_binary(file) as stream:
+    with _open_binary(file, progress) as stream:
         content = stream.read().removeprefix(b"\xef\xbb\xbf")
+    progress.reached(0.0)  # of the samples in it
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         if _is_json(content.lstrip().split(b"\n", 1)[0]):
             # JSON lines under the name .json are common enough to read them as what they are.
-            yield from _json_lines(iter(content.split(b"\n")))
+            lines = content.split(b"\n")
+            for record in _json_lines(iter(lines)):
+                progress.reached(record.line / len(lines))
+                yield record
             return
         if not content.strip():
             return
@@ -316,6 +356,7 @@ def _read_json(file: Path) -> Iterator[Record]:
     if not isinstance(value, list):
         raise UserError(f"holds a {type(value).__name__}, not a list of samples", str(file), "write a list of objects")
     for row, item in enumerate(value, 1):
+        progress.reached(row / len(value))
         yield Record(row, _as_columns(item))
 
 
@@ -331,8 +372,8 @@ def _is_json(line: bytes) -> bool:
         return False
 
 
-def _read_jsonl(file: Path) -> Iterator[Record]:
-    with _open_binary(file) as stream:
+def _read_jsonl(file: Path, progress: FileProgress) -> Iterator[Record]:
+    with _open_binary(file, progress) as stream:
         yield from _json_lines(iter(stream))
 
 
@@ -355,7 +396,7 @@ def _as_columns(value: object) -> dict[str, Any] | SampleRejected:
     return value if isinstance(value, dict) else SampleRejected("not an object with columns", type(value).__name__)
 
 
-def _read_parquet(file: Path) -> Iterator[Record]:
+def _read_parquet(file: Path, progress: FileProgress) -> Iterator[Record]:
     import pyarrow.parquet
 
     row = 0
@@ -364,9 +405,10 @@ def _read_parquet(file: Path) -> Iterator[Record]:
             for value in batch.to_pylist():
                 row += 1
                 yield Record(row, value)
+            progress.reached(row / max(table.metadata.num_rows, 1))
 
 
-def _read_arrow(file: Path) -> Iterator[Record]:
+def _read_arrow(file: Path, progress: FileProgress) -> Iterator[Record]:
     import pyarrow
 
     row = 0
@@ -384,12 +426,13 @@ def _read_arrow(file: Path) -> Iterator[Record]:
                 for value in batch.slice(start, _TABLE_ROWS).to_pylist():
                     row += 1
                     yield Record(row, value)
+            progress.reached(mapped.tell() / max(progress.size_bytes, 1))
 
 
-def _read_csv(file: Path) -> Iterator[Record]:
+def _read_csv(file: Path, progress: FileProgress) -> Iterator[Record]:
     csv.field_size_limit(1 << 30)
     delimiter = "\t" if ".tsv" in file.suffixes else ","
-    with _open_text(file, newline="") as stream:
+    with _open_text(file, progress, newline="") as stream:
         reader = csv.reader(stream, delimiter=delimiter)
         header = next((fields for fields in reader if fields), None)
         if header is None:
@@ -407,15 +450,15 @@ def _read_csv(file: Path) -> Iterator[Record]:
             raise UserError(f"is not valid CSV: {error}", f"{file}:{line}", "repair the file") from error
 
 
-def _read_lines(file: Path) -> Iterator[Record]:
-    with _open_text(file) as stream:
+def _read_lines(file: Path, progress: FileProgress) -> Iterator[Record]:
+    with _open_text(file, progress) as stream:
         for number, line in enumerate(stream, 1):
             if text := line.rstrip("\n"):
                 yield Record(number, {"text": text})
 
 
-def _read_text(file: Path) -> Iterator[Record]:
-    with _open_text(file) as stream:
+def _read_text(file: Path, progress: FileProgress) -> Iterator[Record]:
+    with _open_text(file, progress) as stream:
         buffer = stream.read(_BLOCK_CHARS)
         if "\x00" in buffer:
             raise UserError("is not text: it holds zero bytes", str(file), f"megatrain reads {READABLE}")

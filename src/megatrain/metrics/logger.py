@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from megatrain.errors import counted
 from megatrain.metrics.record import StepRecord
@@ -46,6 +46,8 @@ class RunLogger:
         self._pace_s: float | None = None  # moving average of a step's wall time
         self._bar: tuple[Progress, TaskID] | None = None  # from the first step on, on a terminal
         self._next_line_s = 0.0
+        self._work: tuple[Progress, TaskID] | None = None  # while something long is read, on a terminal
+        self._next_word_s = time.monotonic() + LINE_EVERY_S
         self._lock = threading.RLock()  # the services' threads warn too
 
     def __enter__(self) -> RunLogger:
@@ -58,6 +60,7 @@ class RunLogger:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_work()
         self._end_bar()
         logging.captureWarnings(False)
         for logger, handler in self._handlers:
@@ -102,6 +105,26 @@ class RunLogger:
             return instead
         return character
 
+    def progress(self, text: str, share: float) -> None:
+        """How far something long is, 0 to 1: a bar on a terminal, else a line every `LINE_EVERY_S`."""
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
+            if time.monotonic() >= self._next_word_s:
+                self._next_word_s = time.monotonic() + LINE_EVERY_S
+                self._print(text, logging.INFO)
+            return
+        if self._work is None:
+            columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeRemainingColumn())
+            bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+            self._work = (bar, bar.add_task(text, total=1.0))
+            bar.start()
+        bar, task = self._work
+        bar.update(task, completed=share, description=text)
+
+    def _end_work(self) -> None:
+        if self._work is not None:
+            self._work[0].stop()
+            self._work = None
+
     def to_file(self, text: str, error: BaseException | None = None) -> None:
         """A line for `log.txt` alone, with the traceback of `error` if given; the console is told by someone else."""
         trace = "".join(traceback.format_exception(error)).rstrip() if error is not None else ""
@@ -141,6 +164,7 @@ class RunLogger:
         self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
 
     def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
+        self._end_work()  # the next word on it brings it back
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
         with self._lock:
             if to_console:
@@ -161,6 +185,10 @@ class _Handler(logging.Handler):
         if own != self._to_console:
             return  # the record also reaches the other handler, which prints it
         text = self.format(record)
+        share = getattr(record, "share", None)
+        if own and isinstance(share, float):
+            self._logger.progress(text, share)
+            return
         if record.levelno >= logging.WARNING:
             text = (
                 f"{record.levelname.lower()}: {text}"
