@@ -1,12 +1,25 @@
-"""This process among others: what torchrun's environment says, and the process group."""
+"""This process among others: what torchrun's environment says, and the process group.
+
+[Note: one store, many attempts]
+When torchrun restarts its processes they meet in the same store as before, unless told otherwise
+(`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`), and find the addresses that the dead ones left: gloo connects to nobody, NCCL waits for
+ever. Restart counts do not help, because the agents of different nodes count differently. So the ranks agree on a prefix that
+was never used before: each says hello with a random word, rank 0 publishes the list of the words it sees with a word of its own,
+and a rank that finds its own word of today in the list takes rank 0's as the prefix. Rank 0 publishes again until all have.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import time
+import uuid
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatrain.errors import UserError
 
@@ -53,7 +66,38 @@ def join(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        shared, number, size = next(iter(rendezvous("env://", timeout=timeout)))
+        prefix = fresh_prefix(shared, number, size)
+        store = dist.PrefixStore(prefix, shared)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> str:
+    """A word for this start of all ranks, the same on each. See [Note: one store, many attempts].
+
+    Raises:
+        UserError: Not all ranks came in time.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"megatrain/hello/{rank}", word)
+    deadline = time.monotonic() + timeout_s
+    published = None
+    while time.monotonic() < deadline:
+        if rank == 0:
+            here = [r for r in range(world) if store.check([f"megatrain/hello/{r}"])]
+            roster = json.dumps([word, *((r, store.get(f"megatrain/hello/{r}").decode()) for r in here)])
+            if roster != published:
+                store.set("megatrain/roster", roster)
+                published = roster
+            if world == 1 or store.check([f"megatrain/{word}/{r}" for r in range(1, world)]):
+                return word
+        elif store.check(["megatrain/roster"]):
+            first, *hellos = json.loads(store.get("megatrain/roster"))
+            if [rank, word] in hellos:
+                store.set(f"megatrain/{first}/{rank}", "")
+                return first
+        time.sleep(0.02)
+    raise UserError(f"not all {world} processes have come within {timeout_s:.0f} s", "torchrun")
