@@ -11,6 +11,9 @@ budget=${BUDGET:-570} row_limit=${ROW_LIMIT:-110} words=${WORDS:-} device=${DEVI
 out=${OUT:-$(mktemp -d)}/gpu2
 mkdir -p "$out"
 
+# Of the processes' words; tracebacks are in the logs.
+shown='^[a-z0-9-]*: \|FAILED\|^Timeout\|^Thread\|^  File .*\(megatrain\|mesh_\).* in \|OutOfMemory'
+
 left() { echo $((budget - SECONDS)); }
 
 layouts() { # rows...: in shared processes; after a crash the rows behind it in fresh ones
@@ -21,7 +24,7 @@ layouts() { # rows...: in shared processes; after a crash the rows behind it in 
     # shellcheck disable=SC2086
     timeout -k 5 "$(left)" $python -m torch.distributed.run --standalone --nproc-per-node 2 \
       benchmarks/mesh_layouts.py --out "$out" --limit "$row_limit" $words "$@" 2>&1 |
-      tee -a "$out/layouts.log" | grep --line-buffered -v "^W\|Warning\|warn(" | stdbuf -oL cut -c1-220
+      tee -a "$out/layouts.log" | grep --line-buffered "$shown" | stdbuf -oL cut -c1-220
     grep -q "\"row\": \"${*: -1}\", \"state\": \"[bdf]" "$out/rows.jsonl" && return
   done
 }
