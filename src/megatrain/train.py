@@ -391,7 +391,7 @@ class Loop:
         """
         run = self.run_config.run
         self.saves.settle()
-        target = latest_complete(self.folder.checkpoints, before_step=diverged.first_step)
+        target = self._checkpoint_before(diverged.first_step)
         if run.on_divergence == "stop" or self.rollbacks >= run.max_rollbacks or target is None:
             raise NumericStop(_why_it_stops(diverged, target, self.rollbacks, self.run_config))
         extra = self.engine.load(target, wait=False)
@@ -405,6 +405,9 @@ class Loop:
         self.step = back_to
         self.guard.start_over()
         self.saves.went_back(back_to, target)
+
+    def _checkpoint_before(self, step: int) -> Path | None:
+        return latest_complete(self.folder.checkpoints, before_step=step)
 
     def _extra(self) -> dict[str, Any]:
         """See [Note: what a checkpoint remembers of its run]."""

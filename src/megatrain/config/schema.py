@@ -357,6 +357,24 @@ class CheckpointConfig(Section):
     )
 
 
+Seconds = Annotated[Float, Field(gt=0)] | None
+
+
+class WatchdogConfig(Section):
+    """When a rank is taken to hang (engine: mesh): stacks of all ranks go to RUN/hangs, exit code 75, torchrun starts again."""
+
+    start_s: Seconds = Field(
+        default=3600.0, description="model, data and checkpoint are there [s]; null: however long it takes"
+    )
+    first_step_s: Seconds = Field(default=1200.0, description="the first step of a process [s]")
+    step_s: Seconds = Field(default=600.0, description="every other step [s]")
+    save_s: Seconds = Field(
+        default=1800.0, description="what training waits for of a save [s]: of its copies, or of the save before it"
+    )
+    load_s: Seconds = Field(default=3600.0, description="a checkpoint is loaded during the run, by a rollback [s]")
+    evaluation_s: Seconds = Field(default=600.0, description="one batch of an evaluation [s]")
+
+
 class RunSection(Section):
     """Where the run lives and what it runs on."""
 
@@ -411,6 +429,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     metrics: MetricsConfig = MetricsConfig()
     run: RunSection
 

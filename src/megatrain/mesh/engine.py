@@ -13,7 +13,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.checkpoint.background import SaveProgress
 from megatrain.checkpoint.reader import OpenCheckpoint
-from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.checkpoint.writer import SavePlan, plan_save
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor import batches as host_batches
 from megatrain.executor.engine import EvalResult, StepResult
@@ -37,10 +35,12 @@ from megatrain.mesh.devices import Devices
 from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
 from megatrain.mesh.layout import Layout, dropout_keys, split_layers
+from megatrain.mesh.saving import MeshSave, SaveJob, agreed_end
 from megatrain.mesh.schedule import Runner
 from megatrain.mesh.stage import Part, Stage, cut
-from megatrain.mesh.state import MeshState, SavingStore, everyone
+from megatrain.mesh.state import MeshState, agree, everyone
 from megatrain.mesh.tensor import parallelize
+from megatrain.mesh.watchdog import unwatched
 from megatrain.models.build import (
     build_from_memory,
     build_meta_model,
@@ -57,24 +57,6 @@ logger = logging.getLogger(__name__)
 
 ComputeDtype = Literal["bf16", "fp32", "fp64"]
 MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(frozen=True)
-class EndedSave:
-    """A save that has ended well, with the surface of one that runs in the background."""
-
-    seconds: float
-
-    def done(self) -> bool:
-        return True
-
-    def progress(self) -> SaveProgress:
-        return SaveProgress(
-            written_bytes=0, total_bytes=0, seconds=self.seconds, waited_s=0.0, copied_bytes=0, read_back_s=0.0
-        )
-
-    def result(self, timeout_s: float | None = None) -> SaveProgress:
-        return self.progress()
 
 
 class MeshEngine:
@@ -120,7 +102,12 @@ class MeshEngine:
         self.step = 0
         """Calls of `train_step`, skipped ones included."""
         self.updates = 0
-        self._closed = self._said_wait = False
+        self._closed = False
+        self.watch: Callable[..., contextlib.AbstractContextManager[Any]] = unwatched
+        """(kind, name): what the engine is doing, for a watchdog."""
+        self._saving: MeshSave | None = None
+        self._stepped = False
+        self._on_error: Literal["stop", "warn"] = "stop"
         self._compute = compute_dtype
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
@@ -163,17 +150,21 @@ class MeshEngine:
             learning_rate: Of this step; by default the optimizer's.
         """
         started = time.perf_counter()
-        result = self.backward(batch)
-        self.step += 1
-        if result.tokens == 0:
-            return result
-        assert result.loss is not None and result.grad_norm is not None
-        skipped = _decide(result.loss, result.grad_norm)
-        if skipped is None:
-            self.updates += 1
-            rate = self.optim.learning_rate if learning_rate is None else learning_rate
-            self.gradients.update(result.grad_norm, rate)
-        self.gradients.clear()
+        first, self._stepped = not self._stepped, True
+        with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
+            self._look_at_save()
+            result = self.backward(batch)
+            self.step += 1
+            if result.tokens == 0:
+                return result
+            assert result.loss is not None and result.grad_norm is not None
+            skipped = _decide(result.loss, result.grad_norm)
+            with self.watch("update"):
+                if skipped is None:
+                    self.updates += 1
+                    rate = self.optim.learning_rate if learning_rate is None else learning_rate
+                    self.gradients.update(result.grad_norm, rate)
+                self.gradients.clear()
         seconds = {**result.seconds, "step": time.perf_counter() - started}
         return StepResult(result.loss, result.grad_norm, result.tokens, skipped, seconds)
 
@@ -188,9 +179,10 @@ class MeshEngine:
         for stage in self.stages:
             stage.train()
             stage.loss_divisor = float(tokens)
-        with self._exact(), self._seeded():
+        with self._exact(), self._seeded(), self.watch("forward and backward"):
             loss = self.runner.forward_backward(pieces)
-        found = self.gradients.finish(loss)
+        with self.watch("norm of all ranks"):
+            found = self.gradients.finish(loss)
         return StepResult(found.loss, found.norm, tokens, "gradients only", {"step": time.perf_counter() - started})
 
     def eval_step(self, batch: Batch) -> EvalResult:
@@ -202,11 +194,12 @@ class MeshEngine:
         for stage in self.stages:
             stage.eval()
             stage.loss_divisor = 1.0
-        with self._exact():
-            loss_sum = self.runner.evaluate(pieces)
-        if self.devices.at.tensor > 0:
-            loss_sum.zero_()
-        dist.all_reduce(loss_sum)
+        with self.watch("evaluation"):
+            with self._exact():
+                loss_sum = self.runner.evaluate(pieces)
+            if self.devices.at.tensor > 0:
+                loss_sum.zero_()
+            dist.all_reduce(loss_sum)
         return EvalResult(loss_sum.item(), tokens)
 
     # ---------------------------------------------------------------- state
@@ -250,64 +243,92 @@ class MeshEngine:
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
         then: Callable[[], object] = lambda: None,
-    ) -> EndedSave:
-        """Write a checkpoint in the host engine's format. Collective; returns on every rank when it is on the disk.
+    ) -> MeshSave:
+        """Write a checkpoint in the host engine's format, behind the one that may still be written. Collective.
 
         `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. Rank 0 writes, one
-        gathered unit in memory at a time.
+        gathered unit in memory at a time. See [Note: a mesh save].
 
         Args:
             directory: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
-            wait: Only True is done here; asked for False, it says so once and waits.
+            wait: Return when it is on the disk; otherwise as soon as training may go on.
             weights_only: bf16 weights without training state.
-            on_error, buffer_bytes: Of saves in the background; nothing to do here.
-            then: Called on every rank when the checkpoint is whole and was read back.
+            on_error: What a failure in the background does at the next step: end training on every rank, or warn.
+            buffer_bytes: Host memory of this rank for copies; None: half of what is available, shared with the host's ranks.
+            then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back.
 
         Raises:
-            UserError: On rank 0 for its reason, on the others because rank 0 failed.
+            UserError: It failed before it began, or (`wait`) at all: on rank 0 with the reason, elsewhere because rank 0 failed.
         """
         self._refuse_closed()
         if self._compute == "fp64":
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
-        if not wait and not self._said_wait:
-            self._said_wait = True
-            logger.warning("checkpoint.background was asked for; the mesh engine waits for its saves")
-        started = time.perf_counter()
-        state = {
-            "step": self.step,
-            "updates": self.updates,
-            "seed": self.seed,
-            "loss_scale": None,
-            "extra": extra or {},
-        }
-        store = SavingStore(self.state, self.device)
+        with self.watch("save"):
+            self._end_save()
+            self._on_error = on_error
+            plan = self._planned_save(Path(directory), extra or {}, weights_only)
+            job = SaveJob(Path(directory), plan, weights_only, then)
+            self._saving = save = MeshSave(job, self.state, self.devices.save_group, self.device, buffer_bytes)
+            if wait:
+                save.wait()
+                self._on_error = "stop"
+                self._end_save()
+        return save
+
+    def _planned_save(self, directory: Path, extra: dict[str, Any], weights_only: bool) -> SavePlan | None:
+        """On rank 0; every rank learns whether there is a plan."""
         if dist.get_rank() != 0:
-            if not store.follow():
+            if not agree(True, self.device):
                 raise UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
-        else:
-            written = False
-            try:
-                save_checkpoint(
-                    Path(directory),
-                    structure=self.structure,
-                    store=store,  # type: ignore[arg-type]
-                    buffers=self._buffers,
-                    state=state,
-                    source_folder=self.source_folder,
-                    weights_only=weights_only,
-                )
-                written = True
-            finally:
-                store.finish(written)
-        then()
-        return EndedSave(time.perf_counter() - started)
+            return None
+        state = {
+            "step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra,
+        }  # fmt: skip
+        plan: SavePlan | None = None
+        try:
+            plan = plan_save(
+                directory,
+                structure=self.structure,
+                store=self.state,  # type: ignore[arg-type]
+                buffers=self._buffers,
+                state=state,
+                source_folder=self.source_folder,
+                weights_only=weights_only,
+            )
+        finally:
+            agree(plan is not None, self.device)
+        return plan
+
+    def _look_at_save(self) -> None:
+        """Between two steps: what became of the save in the background, at the same step on every rank. Collective."""
+        if self._saving is not None and agreed_end(self._saving)[0]:
+            self._end_save()
+
+    def _end_save(self) -> None:
+        """Wait for the save in progress on all ranks. Its failure is raised, or a warning, as was asked for. Collective."""
+        if self._saving is None:
+            return
+        ended, self._saving = self._saving, None
+        ended.wait()
+        _, failed = agreed_end(ended)
+        if not failed:
+            return
+        error = ended.error() or UserError("another rank could not save the checkpoint", "MeshEngine.save")
+        if self._on_error == "stop":
+            raise error
+        logger.warning("the checkpoint was not saved, training goes on: %s", error)
 
     def wait_saved(self) -> None:
-        """Nothing to wait for: `save` returns when all is written."""
+        """Wait for the save in progress, if there is one. Collective. Raises as the next step would."""
+        with self.watch("save", "wait for the save"):
+            self._end_save()
 
     def cancel_save(self) -> None:
-        """Nothing to cancel: see `wait_saved`."""
+        """Give a save in progress up; nothing of it is left. For a rank that must end: not collective."""
+        if self._saving is not None:
+            self._saving.cancel()
+            self._saving = None
 
     def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
@@ -325,6 +346,11 @@ class MeshEngine:
             UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
         """
         self._refuse_closed()
+        self.wait_saved()
+        with self.watch("load"):
+            return self._load(Path(directory))
+
+    def _load(self, directory: Path) -> dict[str, Any]:
         state: dict[str, Any] | None = None
         try:
             with OpenCheckpoint(directory, self.structure) as opened:
@@ -373,6 +399,12 @@ class MeshEngine:
 
     def close(self) -> None:
         """Let go of the model. A closed engine refuses every further call; process groups stay the caller's."""
+        if self._saving is not None:  # what it writes is worth having; the other ranks are in it too
+            with self.watch("save", "wait for the last save"):
+                self._saving.wait()
+            error, self._saving = self._saving.error(), None
+            if error is not None:
+                logger.error("the checkpoint was not saved: %s", error)
         self._closed = True
         self.stages.clear()
 

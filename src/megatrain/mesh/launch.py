@@ -15,6 +15,7 @@ import json
 import os
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 from megatrain.errors import UserError
 
 TIMEOUT_S = 600
-"""A collective that takes longer is a hang."""
+"""A collective that takes longer is a hang, where nothing else is said."""
+_shared: Any = None
+"""The store of the latest `join` under torchrun, whatever its attempt."""
 
 
 def world_size() -> int:
@@ -57,22 +60,43 @@ def device_of_rank(device: str | torch.device) -> torch.device:
     return found
 
 
-def join(device: torch.device) -> None:
-    """Make the default process group unless there is one. Without torchrun it has one member and needs no network."""
+def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+    """Make the default process group unless there is one. Without torchrun it has one member and needs no network.
+
+    Args:
+        device: Of this rank.
+        timeout_s: A collective that takes longer ends the process.
+    """
+    global _shared
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # A failed or late collective ends the process, so that torchrun starts all again. The default of the releases used here;
+    # said for those where it is not.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if "WORLD_SIZE" in os.environ:
         shared, number, size = next(iter(rendezvous("env://", timeout=timeout)))
+        _shared = shared
         prefix = fresh_prefix(shared, number, size)
         store = dist.PrefixStore(prefix, shared)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def note_begun(folder: Path) -> None:
+    """This job has begun the run in `folder`: an attempt that torchrun makes after this one may go on there."""
+    if _shared is not None:
+        _shared.set(f"megatrain/begun/{folder.absolute()}", "")
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether an earlier attempt of the same job has begun the run in `folder`. False where the store went with it."""
+    return _shared is not None and _shared.check([f"megatrain/begun/{folder.absolute()}"])
 
 
 def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> str:
