@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,15 +25,14 @@ Sabotage = Callable[[int, int], None]
 """(rank, attempt): called in the rank before it starts."""
 
 
-def run(world: int, words: list[str], log: Path, sabotage: Sabotage, restarts: int = 3) -> list[list[int]]:
+def run(worlds: Sequence[int], words: list[str], log: Path, sabotage: Sabotage) -> list[list[int]]:
     """`megatrain WORDS` on every rank until all have ended well.
 
     Args:
-        world: Number of ranks, on this host.
+        worlds: Number of ranks, on this host, of each attempt: nodes may be lost on the way.
         words: The command line.
         log: Everything that the ranks say.
         sabotage: See `Sabotage`.
-        restarts: Most times that all are started again.
 
     Returns:
         Per attempt, the exit status of each rank, negative for a signal.
@@ -43,7 +42,7 @@ def run(world: int, words: list[str], log: Path, sabotage: Sabotage, restarts: i
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     found: list[list[int]] = []
-    for attempt in range(restarts + 1):
+    for attempt, world in enumerate(worlds):
         pids = {_fork(rank, world, attempt, store.port, words, log, sabotage): rank for rank in range(world)}
         found.append(_watch(pids))
         if not any(found[-1]):

@@ -207,7 +207,7 @@ def check_mesh(run: RunConfig) -> Layout:
         problems.found.append(
             UserError("fp16 is not computed by the mesh engine", "precision.compute_dtype", "use bf16 or fp32")
         )
-    layout = Layout(**run.parallel.model_dump())
+    layout = Layout(**run.parallel.sizes_for(launch.world_size()))
     with problems.collect():
         config = load_model_config(find_model_folder(run.model.path), run.model.trust_remote_code)
         layout = layout.checked(config, launch.world_size(), run.rows_per_step)

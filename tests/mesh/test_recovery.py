@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(files: Path, run: Path, sabotage: mesh_agent.Sabotage, *words: str) -> list[list[int]]:
+def train(
+    files: Path, run: Path, sabotage: mesh_agent.Sabotage, *words: str, worlds: Sequence[int] = (2, 2, 2)
+) -> list[list[int]]:
     run.parent.mkdir(exist_ok=True)
     command = ["train", str(files / "run.yaml"), "--run.dir", str(run), "--parallel.pipeline=2", *words]
-    return mesh_agent.run(2, command, run.with_suffix(".log"), sabotage)
+    return mesh_agent.run(worlds, command, run.with_suffix(".log"), sabotage)
 
 
 def undisturbed(rank: int, attempt: int) -> None:
@@ -156,6 +158,22 @@ def test_a_hang_in_a_collective(files: Path, reference: Path, tmp_path: Path) ->
     assert "forward_backward" in stacks["rank-00000.txt"] and "disturbed" in stacks["rank-00001.txt"]
     assert resumed_after(run) == [2]
     assert_equal_runs(run, reference)
+
+
+def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: Path, tmp_path: Path) -> None:
+    """Cases 22 and 44: the layout comes from the table; every step has the samples that it would have had."""
+    run = tmp_path / "run"
+
+    def sabotage(rank: int, attempt: int) -> None:
+        if attempt == 0 and rank == 1:
+            at_step(4, lambda: once_saved(run, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+    table = "--parallel.by_world_size={1: {microbatches: 2}, 8: {tensor: 2}}"
+    codes = train(files, run, sabotage, table, worlds=(2, 1))
+    assert codes[0][1] == -signal.SIGKILL and codes[1] == [0]
+    assert resumed_after(run) == [2]
+    mine, other = ([r.loss for r in read_records(each / "metrics.jsonl")] for each in (run, reference))
+    assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
 
 
 @pytest.mark.slow

@@ -296,8 +296,8 @@ class PrecisionConfig(Section):
     )
 
 
-class ParallelConfig(Section):
-    """How the mesh engine spreads a run over processes (engine: mesh). The product of all sizes is their number."""
+class LayoutConfig(Section):
+    """How the mesh engine spreads a run over processes. The product of all sizes is their number."""
 
     tensor: PositiveInt = Field(default=1, description="ranks that share the matrices of a layer")
     pipeline: PositiveInt = Field(default=1, description="ranks that share the layers")
@@ -317,6 +317,21 @@ class ParallelConfig(Section):
         default=None,
         description="pieces of each data rank's rows, one after the other; null: as few as the schedule needs",
     )
+
+
+class ParallelConfig(LayoutConfig):
+    """How the mesh engine spreads a run over processes (engine: mesh). The product of all sizes is their number."""
+
+    by_world_size: dict[Annotated[int, Field(gt=0)], LayoutConfig] = Field(
+        default={},
+        description="number of processes -> these sizes instead, {8: {tensor: 2, pipeline: 2}, 4: {tensor: 2}}: what a run "
+        "goes on with when it is started again with fewer nodes",
+    )
+
+    def sizes_for(self, processes: int) -> dict[str, Any]:
+        """The sizes that count with so many processes."""
+        chosen = self.by_world_size.get(processes, self)
+        return {name: getattr(chosen, name) for name in LayoutConfig.model_fields}
 
 
 class EvalConfig(Section):
