@@ -108,15 +108,15 @@ def test_torchrun_starts_a_run(files: Path, tmp_path: Path) -> None:
 def test_a_bad_layout_is_refused_with_all_reasons_and_nothing_written(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--parallel.tensor=3", "--parallel.pipeline=4", "--memory.weight_slots=3", "--batch.windows=2")
+    words = ("--parallel.tensor=5", "--parallel.pipeline=4", "--memory.weight_slots=3", "--batch.windows=2")
     assert train(files, tmp_path / "run", *words) == 2
     said = capsys.readouterr().err
     for reason in (
         "memory.weight_slots: is a setting of the host engine",
         "batch.windows: is a setting of the host engine",
-        "12 ranks, but there are 1 processes",
+        "20 ranks, but there are 1 processes",
         "2 layers cannot fill pipeline 4",
-        "num_attention_heads 4 is not a multiple of tensor 3",
+        "intermediate_size 48 is not a multiple of tensor 5",
     ):
         assert reason in said, said
     assert not (tmp_path / "run").exists()

@@ -34,7 +34,7 @@ from megatrain.mesh.data_parallel import local, shard
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
-from megatrain.mesh.layout import Layout, dropout_keys, split_layers
+from megatrain.mesh.layout import Layout, dropout_keys, split_layers, whole_attention
 from megatrain.mesh.saving import MeshSave, SaveJob, agreed_end
 from megatrain.mesh.schedule import Runner
 from megatrain.mesh.stage import Part, Stage, cut
@@ -462,6 +462,11 @@ class MeshEngine:
             )
         if problems:
             raise UserError("; ".join(problems), "MeshEngine")
+        if whole_attention(meta.config, self.layout.tensor):
+            logger.warning(
+                "the model's heads do not divide over %d tensor ranks: each of them computes the whole attention",
+                self.layout.tensor,
+            )
 
     def _make_stage(self, meta: nn.Module, part: Part, recompute: bool) -> tuple[Stage, Any]:
         layout = self.layout

@@ -311,10 +311,9 @@ class Layout:
                     f"{config.model_type}'s plan uses the styles {', '.join(unknown)}, which are not supported; "
                     "tensor 1 would fit"
                 )
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            value = getattr(config, name, None)
-            if isinstance(value, int) and value % self.tensor:
-                yield f"{name} {value} is not a multiple of tensor {self.tensor}; {_divisors(value)} would fit"
+        value = getattr(config, "intermediate_size", None)
+        if isinstance(value, int) and value % self.tensor:
+            yield f"intermediate_size {value} is not a multiple of tensor {self.tensor}; {_divisors(value)} would fit"
 
     def _context_problems(self, config: Any) -> Iterator[str]:
         if self.context == 1:
@@ -333,6 +332,13 @@ class Layout:
                 f"{name} {getattr(config, name)} would differ between the ranks of a tensor or context group; "
                 f"set it to 0 or take tensor 1, context 1"
             )
+
+
+def whole_attention(config: Any, tensor: int) -> bool:
+    """Whether the heads of a model do not divide over the tensor ranks, so that each of them computes the whole attention."""
+    text = config.get_text_config()
+    counts = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    return any(isinstance(count, int) and count % tensor != 0 for count in counts)
 
 
 def dropout_keys(config: Any) -> list[str]:
