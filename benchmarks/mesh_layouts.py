@@ -32,7 +32,7 @@ from megatrain.mesh import launch
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.exposed import Shares, kernels_of, shares
 from megatrain.mesh.layout import Layout
-from megatrain.mesh.monitor import bubbles
+from megatrain.mesh.monitor import gather, numbers_of_all, numbers_of_rank
 from megatrain.optim.adamw import AdamW
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -133,11 +133,12 @@ def mesh_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             say(f"{name}: step {number + 1} loss {result.loss:.5f} norm {result.grad_norm:.4f} {seconds[-1]:.3f} s")
-        found = bubbles(engine.runner, engine.layout.stages)
+        numbers = gather(numbers_of_rank(engine.runner, device, None, None))
+        found = numbers_of_all(numbers, engine.layout, engine.runner.table(), None)
         peaks = gathered(engine.memory()["device_peak"] / 2**30)
         timing = timing_of(engine.config, engine.structure.param_count, seconds, given, launch.world_size())
         report = {"losses": losses, "norms": norms, "start_s": start_s, "peak_gib": peaks, **timing}
-        report |= {"bubble": found.measured, "bubble_simulated": found.simulated}
+        report |= {"bubble": found.bubble, "bubble_simulated": found.bubble_simulated, "imbalance": found.imbalance}
         with kernels_of(device) as kernels:
             engine.train_step(next(batches(given, launch.world_size())))
         report["shares"] = gathered(as_shares(shares(kernels)))
@@ -280,7 +281,7 @@ def print_table(folder: Path) -> None:
         if want and name != "host":
             pairs = list(zip(losses, want, strict=False))
             difference = f"{max(abs(a - b) / abs(b) for a, b in pairs):.1e} over {len(pairs)} steps"
-        bubble = f"{row['bubble']:.3f} ({row['bubble_simulated']:.3f})" if "bubble" in row else "-"
+        bubble = f"{row['bubble']:.3f} ({row['bubble_simulated']:.3f})" if row.get("bubble") is not None else "-"
         found = [each for each in row.get("shares", []) if each]
         mean = (
             [sum(each[k] for each in found) / len(found) for k in ("collectives", "messages", "idle")] if found else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,19 @@ from megatrain.checkpoint.reader import complete_checkpoints
 from megatrain.config.schema import RunConfig
 from megatrain.divergence import Divergence
 from megatrain.errors import UserError
+from megatrain.machine.probe import matrix_tflops
 from megatrain.mesh import launch
+from megatrain.mesh.engine import MeshEngine
+from megatrain.mesh.exposed import kernels_of, shares
+from megatrain.mesh.monitor import Alerts, RankClock, gather, mean_over_ranks, numbers_of_all, numbers_of_rank
 from megatrain.mesh.state import agree
 from megatrain.mesh.watchdog import Watchdog
 from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
+from megatrain.planner.shape import shape_of_structure
 from megatrain.run_folder import RunFolder
 from megatrain.stop import StopSignals
-from megatrain.train import Loop, NoOutput, Past, TrainSummary, engine_for, errors_into_log
+from megatrain.train import Loop, NoOutput, Past, TrainSummary, _Prefetcher, engine_for, errors_into_log
 
 
 def train_on_mesh(
@@ -136,6 +142,43 @@ class AgreedStop:
 
 class _MainLoop(Loop):
     stop: AgreedStop
+    engine: MeshEngine
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        engine, watchdog = self.engine, self.run_config.watchdog
+        self._peak_tflops = matrix_tflops(engine.device) if engine.device.type == "cuda" else None
+        self._flops = shape_of_structure(engine.structure, "").forward_flops(self.run_config.data.max_tokens)
+        self._sample_every = watchdog.sample_every_steps if engine.device.type == "cuda" else None
+        self._alerts = Alerts(watchdog.mfu_floor, [len(part.layers) for part in engine.parts])
+        self._taken = 0
+        """Steps of this process."""
+
+    def _train_one(self, batches: _Prefetcher) -> StepRecord:
+        """The step, and behind it what all ranks say of it. See monitor.py."""
+        engine, clock, sampled = self.engine, RankClock(self.engine.device), None
+        self._taken += 1
+        # The tenth step: the first ones choose kernels and make communicators.
+        sample = self._sample_every is not None and self._taken % self._sample_every == min(10, self._sample_every - 1)
+        clock.start()
+        if sample:
+            with kernels_of(engine.device) as kernels:
+                record = super()._train_one(batches)
+            sampled = shares(kernels)
+        else:
+            record = super()._train_one(batches)
+        if record.trained_tokens == 0:
+            return record
+        with engine.watch("step", "numbers of all ranks"):
+            ranks = gather(numbers_of_rank(engine.runner, engine.device, clock.work_s(), sampled))
+        mfu = None
+        if self._peak_tflops is not None:
+            peak = self._peak_tflops * 1e12 * engine.layout.world
+            mfu = 3 * self._flops * record.processed_tokens / record.step_s / peak
+        numbers = numbers_of_all(ranks, engine.layout, engine.runner.table(), mfu)
+        for text in self._alerts.look(self.step, numbers, mean_over_ranks(ranks)):
+            self.log.warning(text)
+        return replace(record, mesh=numbers.plain())
 
     def _checkpoint_before(self, step: int) -> Path | None:
         return agreed_checkpoint(self.folder, before_step=step)

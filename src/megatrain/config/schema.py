@@ -317,6 +317,9 @@ class LayoutConfig(Section):
         default=None,
         description="pieces of each data rank's rows, one after the other; null: as few as the schedule needs",
     )
+    stage_layers: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="layers of each stage, in the order of the model; null: even by parameters"
+    )
 
 
 class ParallelConfig(LayoutConfig):
@@ -388,6 +391,12 @@ class WatchdogConfig(Section):
     )
     load_s: Seconds = Field(default=3600.0, description="a checkpoint is loaded during the run, by a rollback [s]")
     evaluation_s: Seconds = Field(default=600.0, description="one batch of an evaluation [s]")
+    mfu_floor: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="warn when MFU is under this for some steps in a row, 0.4 for 40%; null: never"
+    )
+    sample_every_steps: PositiveInt | None = Field(
+        default=500, description="profile a step now and then for exposed communication and stragglers; null: never"
+    )
 
 
 class RunSection(Section):

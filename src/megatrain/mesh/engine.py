@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -521,11 +522,15 @@ class MeshEngine:
 
 
 def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
-    """Which layers each stage gets, by parameters."""
+    """Which layers each stage gets: as the layout says, or even by parameters."""
     layers = [unit.layout.param_count for unit in structure.layers]
     embedding, head = structure.embedding.layout.param_count, structure.head.layout.param_count
     head += sum(_numel(_shape(structure, owner)) for owner in structure.tied.values())
-    cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
+    if layout.stage_layers is not None:
+        starts = [sum(layout.stage_layers[:s]) for s in range(layout.stages + 1)]
+        cuts = [range(a, b) for a, b in itertools.pairwise(starts)]
+    else:
+        cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
     return [Part(index, layout.stages, part) for index, part in enumerate(cuts)]
 
 

@@ -93,6 +93,7 @@ class Layout:
         schedule: One of `SCHEDULES`; without pipeline ranks it is not used.
         microbatches: Pieces into which each data rank cuts its rows, run one after the other. None is as few as the
             schedule allows.
+        stage_layers: Layers of each stage, in the order of the model. None is even by parameters.
     """
 
     tensor: int = 1
@@ -104,6 +105,7 @@ class Layout:
     sequence: bool = True
     schedule: str = "1f1b"
     microbatches: int | None = None
+    stage_layers: tuple[int, ...] | None = None
 
     # ---------------------------------------------------------------- numbers
 
@@ -289,6 +291,11 @@ class Layout:
             yield (
                 f"{layers} layers cannot fill pipeline {self.pipeline} x virtual {self.virtual} = {self.stages} stages; "
                 + (f"pipeline {fits[-1]} would fit" if fits else f"virtual {layers // self.pipeline or 1} would fit")
+            )
+        given = self.stage_layers
+        if given is not None and (len(given) != self.stages or sum(given) != layers or min(given) < 1):
+            yield (
+                f"stage_layers {list(given)} are not {self.stages} stages with {layers} layers in all, at least one each"
             )
 
     def _tensor_problems(self, config: Any) -> Iterator[str]:

@@ -77,7 +77,8 @@ class Whole(ParallelStyle):
         self._split_tokens = split_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._replicate, self._enter, self._leave)
+        leave: Any = self._leave  # torch's annotation says that it returns nothing
+        return distribute_module(module, device_mesh, self._replicate, self._enter, leave)
 
     def _replicate(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for leaf, parameter in list(module.named_parameters(recurse=False)):
