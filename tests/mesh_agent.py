@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -59,6 +60,8 @@ def _fork(rank: int, world: int, attempt: int, port: int, words: list[str], log:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # pytest has put files of its own in their place
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
         os.environ.update({name: str(value) for name, value in numbers.items()})

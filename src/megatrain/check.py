@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatrain.data.loader import StepLoader
     from megatrain.data.rows import PackedRows
     from megatrain.executor.engine import HostEngine
+    from megatrain.mesh.denser import Setting
     from megatrain.mesh.engine import MeshEngine
     from megatrain.mesh.layout import Layout
     from megatrain.optim.adamw import AdamW
@@ -216,7 +217,7 @@ def check_mesh(run: RunConfig) -> Layout:
 
 
 def make_engine(
-    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True
+    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True, rung: int = 0
 ) -> HostEngine | MeshEngine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
@@ -224,9 +225,10 @@ def make_engine(
         model_folder: The local folder behind `model.path`.
         for_training: False leaves out the memory of gradients.
         weights: False leaves the weights to a checkpoint that is loaded next.
+        rung: With engine: mesh, of `mesh_ladder`.
     """
     if run.engine == "mesh":
-        return _make_mesh_engine(run, model_folder, weights)
+        return _make_mesh_engine(run, model_folder, weights, rung)
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
     from megatrain.planner.run import planned_options
@@ -257,24 +259,40 @@ def make_engine(
     )
 
 
-def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool) -> MeshEngine:
-    from megatrain.mesh.engine import MeshEngine
+def mesh_ladder(run: RunConfig) -> list[Setting]:
+    """The configured setting of a run with `engine: mesh` and the denser ones behind it."""
+    from megatrain.mesh.denser import ladder
 
     layout = check_mesh(run)
-    recompute = not (layout.pipeline > 1 and layout.kind.splits_backward)
-    if not recompute:
+    splits = layout.pipeline > 1 and layout.kind.splits_backward
+    policy = run.activations.policy
+    if splits and policy in ("recompute", "selective"):
         logger.warning(
-            "activations.policy: recompute was asked for; schedule %s keeps all activations instead", layout.schedule
+            "activations.policy: %s was asked for; schedule %s keeps all activations instead", policy, layout.schedule
+        )
+    elif policy == "selective":
+        logger.warning("activations.policy: selective was asked for; the mesh engine recomputes whole layers instead")
+    return ladder(layout, policy != "keep" and not splits, run.rows_per_step)
+
+
+def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool, rung: int) -> MeshEngine:
+    from megatrain.mesh.engine import MeshEngine
+
+    rungs = mesh_ladder(run)
+    setting = rungs[min(rung, len(rungs) - 1)]
+    if rung > 0:
+        logger.warning(
+            "the run has run out of memory %d times: it goes on with %s (RUN/denser)", rung, setting.key or "the config"
         )
     compute = run.precision.compute_dtype
     assert compute != "fp16", "refused by check_mesh"
     return MeshEngine(
         model_folder,
-        layout,
+        setting.layout,
         device=run.run.device,
         optim=optimizer(run),
         compute_dtype=compute,
-        recompute=recompute,
+        recompute=setting.recompute,
         init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,

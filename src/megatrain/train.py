@@ -131,11 +131,12 @@ def errors_into_log(log: RunLogger) -> Iterator[None]:
 
 
 @contextmanager
-def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
+def engine_for(prepared: Prepared, given: Any, **more: Any) -> Iterator[Any]:
+    """The given engine, or one that is made (`make_engine`, with `more`) and closed."""
     if given is not None:
         yield given
         return
-    engine = make_engine(prepared.run, prepared.model_folder, weights=prepared.start_from is None)
+    engine = make_engine(prepared.run, prepared.model_folder, weights=prepared.start_from is None, **more)
     try:
         yield engine
     except KeyboardInterrupt:

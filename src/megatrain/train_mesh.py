@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatrain.check import Prepared, check_mesh, prepare
+from megatrain.check import Prepared, check_mesh, mesh_ladder, prepare
 from megatrain.checkpoint.reader import complete_checkpoints
 from megatrain.config.schema import RunConfig
 from megatrain.divergence import Divergence
-from megatrain.errors import UserError
+from megatrain.errors import MegatrainError, UserError
 from megatrain.machine.probe import matrix_tflops
 from megatrain.mesh import launch
+from megatrain.mesh.denser import is_out_of_memory, note_out_of_memory, times_out_of_memory
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.exposed import kernels_of, shares
 from megatrain.mesh.monitor import Alerts, RankClock, gather, mean_over_ranks, numbers_of_all, numbers_of_rank
 from megatrain.mesh.state import agree
-from megatrain.mesh.watchdog import Watchdog
+from megatrain.mesh.watchdog import EXIT_HANG, Watchdog
 from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.planner.shape import shape_of_structure
@@ -76,15 +77,24 @@ def train_on_mesh(
                     log.info(f"the file {signal} in {folder.path} is from before the start; removed")
             stop = AgreedStop(signals, folder, device)
             stop.agree()
-            with errors_into_log(log), engine_for(prepared, engine) as running:
+            rung = [times_out_of_memory(folder.path)]
+            dist.broadcast_object_list(rung, src=0)
+            with errors_into_log(log), engine_for(prepared, engine, rung=rung[0]) as running:
                 running.watch = watch.section
                 kind = _MainLoop if main else _SilentLoop
                 loop = kind(prepared, past, running, folder, log, stop)
+                loop.rung = rung[0]
                 start.close()
                 summary = loop.run()
         watch.neighbours_may_end()
         dist.barrier()
         return summary
+
+
+class StartAgain(MegatrainError):
+    """The process must end; torchrun starts it again, and then it goes better."""
+
+    exit_code = EXIT_HANG
 
 
 class SilentFolder(RunFolder):
@@ -143,6 +153,7 @@ class AgreedStop:
 class _MainLoop(Loop):
     stop: AgreedStop
     engine: MeshEngine
+    rung: int
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -156,6 +167,26 @@ class _MainLoop(Loop):
 
     def _train_one(self, batches: _Prefetcher) -> StepRecord:
         """The step, and behind it what all ranks say of it. See monitor.py."""
+        try:
+            return self._train_and_look(batches)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory() from error
+
+    def _out_of_memory(self) -> MegatrainError:
+        """See [Note: out of memory]."""
+        rungs = mesh_ladder(self.run_config)
+        where = f"rank {dist.get_rank()}, step {self.step}"
+        if self.rung + 1 >= len(rungs):
+            remedy = "more tensor, pipeline or shard ranks, or shorter rows (data.max_tokens)"
+            return UserError("out of device memory, and nothing denser is left", where, remedy)
+        note_out_of_memory(self.folder.path, self.rung + 1)
+        return StartAgain(
+            f"{where}: out of device memory; started again, the run goes on with {rungs[self.rung + 1].key}"
+        )
+
+    def _train_and_look(self, batches: _Prefetcher) -> StepRecord:
         engine, clock, sampled = self.engine, RankClock(self.engine.device), None
         self._taken += 1
         # The tenth step: the first ones choose kernels and make communicators.

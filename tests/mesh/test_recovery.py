@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ruamel.yaml import YAML
 
 import mesh_agent
 from megatrain.checkpoint import files as checkpoint_files
 from megatrain.mesh import watchdog
+from megatrain.mesh.denser import ladder
 from megatrain.mesh.engine import MeshEngine
+from megatrain.mesh.layout import Layout
 from megatrain.metrics.record import read_records
 from tiny_run import config, prepare
 
@@ -174,6 +177,36 @@ def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: P
     assert resumed_after(run) == [2]
     mine, other = ([r.loss for r in read_records(each / "metrics.jsonl")] for each in (run, reference))
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
+
+
+def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def sabotage(rank: int, attempt: int) -> None:
+        def out_of_memory() -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+        if attempt == 0 and rank == 1:
+            at_step(4, lambda: once_saved(run, out_of_memory))
+
+    codes = train(files, run, sabotage)
+    assert codes[0][1] == watchdog.EXIT_HANG and codes[1:] == [[0, 0]]
+    assert "out of device memory; started again, the run goes on with parallel.microbatches: 4" in (
+        run.with_suffix(".log").read_text()
+    )
+    assert "it goes on with parallel.microbatches: 4" in (run / "log.txt").read_text()
+    assert resumed_after(run) == [2] and (run / "denser").read_text() == "1\n"
+    mine, other = ([r.loss for r in read_records(each / "metrics.jsonl")] for each in (run, reference))
+    assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
+
+
+def test_the_ladder_ends_where_nothing_is_left_to_cut() -> None:
+    rungs = ladder(Layout(pipeline=2, shard=1), False, rows=9)
+    assert [r.key for r in rungs] == [
+        "", "activations.policy: recompute", "parallel.microbatches: 4", "parallel.microbatches: 8",
+    ]  # fmt: skip
+    assert [r.recompute for r in rungs] == [False, True, True, True]
+    assert len(ladder(Layout(pipeline=2, shard=1, schedule="zb1p", microbatches=2), False, rows=3)) == 1
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from ruamel.yaml import YAML
 
 import mesh_ranks as ranks
 from megatrain.cli import main
+from megatrain.data.loader import StepLoader
+from megatrain.mesh.data_parallel import local
+from megatrain.mesh.gradients import Gradients
 from megatrain.metrics.record import read_records
 from tiny_run import config, prepare
 
@@ -60,6 +65,11 @@ def test_a_run_has_the_host_engines_losses(files: Path, tmp_path: Path, host_los
     words = ("--parallel.tensor=2", "--parallel.pipeline=2", *VALIDATED)
     assert ranks.run(4, train, files, tmp_path / "run", *words) == [0] * 4
     assert losses(tmp_path / "run") == pytest.approx(host_losses, rel=1e-5)
+    for record in read_records(tmp_path / "run" / "metrics.jsonl"):
+        assert len(record.mesh["stage_busy_s"]) == len(record.mesh["stage_peak_bytes"]) == 2
+        assert 0.0 <= record.mesh["bubble_simulated"] < 1.0 and 0.0 <= record.mesh["bubble"] < 1.0
+        assert record.mesh["slowest_rank"] in range(4) and "mfu" not in record.mesh
+    assert "simulated)" in (tmp_path / "run" / "log.txt").read_text()
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "log.txt", "loss.png", "checkpoints"}
 
@@ -72,6 +82,35 @@ def test_a_run_goes_on_in_another_layout(files: Path, tmp_path: Path, host_losse
     second = ("--parallel.tensor=2", "--parallel.shard=2", "--resume", "latest", *VALIDATED)
     assert ranks.run(4, train, files, folder, *second) == [0] * 4
     assert losses(folder) == pytest.approx(host_losses, rel=1e-5)
+
+
+def test_a_nan_on_one_rank_takes_all_ranks_back(files: Path, tmp_path: Path) -> None:
+    """Case 42: rank 1's gradients are NaN in steps 4 and 5; both ranks skip them, go back to step 2 and on with later data."""
+
+    def work() -> tuple[int, list[int]]:
+        settle, steps, seen = Gradients._settle, itertools.count(1), []
+        batch = StepLoader.batch
+
+        def poisoned(self: Gradients) -> None:
+            settle(self)
+            if next(steps) in (4, 5) and dist.get_rank() == 1:
+                local(next(iter(self.owned().values()))[0].grad).fill_(float("nan"))
+
+        def noted(self: StepLoader, position: int) -> Any:
+            seen.append(position)
+            return batch(self, position)
+
+        Gradients._settle, StepLoader.batch = poisoned, noted  # type: ignore[method-assign]
+        words = ("--run.on_divergence=rollback", "--run.max_bad_steps=2", "--checkpoint.every_steps=2")
+        return train(files, tmp_path / "run", "--parallel.pipeline=2", "--schedule.steps=5", *words), seen
+
+    results = ranks.run(2, work)
+    assert [code for code, _ in results] == [0, 0]
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r.step for r in records] == [1, 2, 3, 4, 5] and all(r.loss is not None for r in records)
+    assert "rollback 1 of 3" in (tmp_path / "run" / "log.txt").read_text()
+    # Steps 3 to 5 come again with the batches behind those that they had.
+    assert all([p for p in seen if p >= 5][:3] == [5, 6, 7] for _, seen in results)
 
 
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(files: Path, tmp_path: Path) -> None:
