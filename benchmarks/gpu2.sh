@@ -43,7 +43,7 @@ timeout -k 5 "$(($(left) < 170 ? $(left) : 170))" $python benchmarks/mesh_layout
   tee "$out/host.log" | stdbuf -oL cut -c1-220
 wait $kill_row || { echo "kill ended with $?"; tail -n 8 "$out/kill.err"; tail -n 15 "$out/kill/killed.log"; } | cut -c1-220
 
-layouts cp2 pp2-zbv fsdp2-recompute
+layouts fsdp2-compiled cp2 pp2-zbv
 echo "=== table ($SECONDS s in all)"
 $python benchmarks/mesh_layouts.py --out "$out" --table
 cat "$out/kill.json"

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,15 +56,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # Microbatches of a step's 8 rows of 4,096 tokens (2 GPUs): activations of 8B are kept, 0.85 GB a layer and 4,096 tokens.
-ROWS: dict[str, tuple[Layout, bool]] = {
-    "fsdp2": (Layout(shard=2, microbatches=4), False),
-    "tp2": (Layout(tensor=2, shard=1, microbatches=4), False),
-    "pp2-1f1b": (Layout(pipeline=2, shard=1, microbatches=8), False),
-    "cp2": (Layout(context=2, shard=1, microbatches=4), False),
-    "pp2-zbv": (Layout(pipeline=2, virtual=2, shard=1, schedule="zbv", microbatches=8), False),
-    "fsdp2-recompute": (Layout(shard=2, microbatches=2), True),
+ROWS: dict[str, tuple[Layout, Literal["on", "off"]]] = {
+    "fsdp2": (Layout(shard=2, microbatches=4), "off"),
+    "fsdp2-compiled": (Layout(shard=2, microbatches=4), "on"),
+    "tp2": (Layout(tensor=2, shard=1, microbatches=4), "off"),
+    "pp2-1f1b": (Layout(pipeline=2, shard=1, microbatches=8), "off"),
+    "cp2": (Layout(context=2, shard=1, microbatches=4), "off"),
+    "pp2-zbv": (Layout(pipeline=2, virtual=2, shard=1, schedule="zbv", microbatches=8), "off"),
 }
-"""Name -> (layout, whether layers are recomputed)."""
+"""Name -> (layout, whether layers are compiled). Nothing is recomputed."""
 OPTIM = AdamW(learning_rate=2e-5, max_grad_norm=1.0)
 LEFT_OVER_BYTES = 4 << 30
 """More than this left on the device behind a row: the next one gets fresh processes."""
@@ -114,13 +114,13 @@ def one_row(name: str, given: argparse.Namespace) -> None:
 
 
 def mesh_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    layout, recompute = ROWS[name]
+    layout, compiled = ROWS[name]
     started = time.perf_counter()
     device = launch.device_of_rank("auto")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with MeshEngine(
-        config_folder(given), layout, optim=OPTIM, init="random", seed=0, recompute=recompute, compute_dtype="bf16"
+        config_folder(given), layout, optim=OPTIM, init="random", seed=0, compile=compiled, compute_dtype="bf16"
     ) as engine:
         start_s = time.perf_counter() - started
         say(f"{name}: engine made in {start_s:.1f} s")

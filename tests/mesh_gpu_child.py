@@ -36,15 +36,19 @@ class GpuCase:
     dtype: Literal["bf16", "fp32"] = "bf16"
     kind: families.Kind = "packed"
     recompute: bool = False
+    compile: Literal["on", "off"] = "off"
     steps: int = 6
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.dtype}-{self.kind}{'-recompute' if self.recompute else ''}"
+        words = [self.family, self.dtype, self.kind, *(["recompute"] if self.recompute else [])]
+        return "-".join([*words, *(["compiled"] if self.compile == "on" else [])])
 
 
 CASES = [
     *(GpuCase(name, recompute=again) for name in ("llama", "qwen3", "gemma2", "qwen3_moe") for again in (False, True)),
     GpuCase("llama", "fp32", "padded", steps=3),
+    GpuCase("llama", compile="on"),
+    GpuCase("qwen3", compile="on", recompute=True),
 ]
 
 
@@ -55,7 +59,12 @@ def run(case: GpuCase, device: str) -> dict[str, Any]:
     batches = [families.batch(family, seed=s, rows=8, tokens=32, kind=case.kind) for s in range(case.steps)]
     with HostEngine(model, device="cpu", compute_dtype=case.dtype, optim=OPTIM) as host:
         want = [host.train_step(batch) for batch in batches]
-    options: dict[str, Any] = {"compute_dtype": case.dtype, "optim": OPTIM, "recompute": case.recompute}
+    options: dict[str, Any] = {
+        "compute_dtype": case.dtype,
+        "optim": OPTIM,
+        "recompute": case.recompute,
+        "compile": case.compile,
+    }
     with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
         got = [mesh.train_step(batch) for batch in batches]
         types = sorted({str(weight.dtype) for _, weight in mesh.named_parameters()})

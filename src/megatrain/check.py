@@ -293,6 +293,7 @@ def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool, rung: i
         optim=optimizer(run),
         compute_dtype=compute,
         recompute=setting.recompute,
+        compile=run.activations.compile,
         init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,

@@ -2,7 +2,7 @@
 
 [Note: out of memory]
 One rank's step fails, and the others wait for it in collectives that it cannot enter again. So its process ends with the exit
-code of a hang, and before that counts one up in RUN/denser. torchrun starts all ranks again; they go on from the newest checkpoint
+code of a hang, and before that counts one up in RUN/denser. torchrun starts all again; they go on from the newest checkpoint
 with the setting that many rungs down the ladder. Whoever wants to keep it writes it into the config; whoever does not removes
 the file.
 """

@@ -9,11 +9,12 @@ Order of construction: check the layout -> cut -> tensor parallel -> recompute -
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,7 @@ from megatrain.models.build import (
 )
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
+from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, unmatched_groups
 
@@ -72,6 +74,8 @@ class MeshEngine:
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
+        compile: `auto` compiles the layers on a GPU, `on` everywhere, `off` never. Layers of tensor and context ranks, and those
+            of schedules that go through the graph twice, run eager.
         init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
         seed: Of initialisation and dropout.
         trust_remote_code: Whether code in the model folder may run.
@@ -90,6 +94,7 @@ class MeshEngine:
         optim: AdamW | None = None,
         compute_dtype: ComputeDtype | Literal["auto"] = "auto",
         recompute: bool = False,
+        compile: Literal["auto", "on", "off"] = "auto",
         init: Literal["random", "empty"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -115,6 +120,11 @@ class MeshEngine:
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
         self._check_model(meta, recompute)
+        self.compiled = compile == "on" or (compile == "auto" and self.device.type == "cuda")
+        """Whether layers are compiled."""
+        if self.compiled and (eager := self._why_eager()):
+            self.compiled = False
+            logger.info("layers run eager: %s", eager)
         self.config = meta.config
         self.structure = take_apart(meta)
         for group in unmatched_groups((n for u in self.structure.units for _, n in u.full_names()), self.optim):
@@ -469,6 +479,25 @@ class MeshEngine:
                 self.layout.tensor,
             )
 
+    def _why_eager(self) -> str | None:
+        layout = self.layout
+        if layout.tensor > 1 or layout.context > 1:
+            return "tensor and context ranks exchange tokens inside a layer"
+        if layout.pipeline > 1 and layout.kind.splits_backward:
+            return f"schedule {layout.schedule} goes through a layer's graph twice"
+        return "fp64 is for tests" if self._compute == "fp64" else None
+
+    def _compile_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Let equal layers run one compiled function, with their own weights. See [Note: template groups] in templates.py.
+
+        The function's module is a copy on meta, made before FSDP puts its hooks on the layer: they stay outside.
+        """
+        codes: dict[int, LayerCode] = {}
+        for layer, group in zip(layers, template_groups(layers), strict=True):
+            if group not in codes:
+                codes[group] = LayerCode(copy.deepcopy(layer), f"layer_{group}", compiled=True)
+            layer.forward = functools.partial(_run_code, codes[group], layer)
+
     def _make_stage(self, meta: nn.Module, part: Part, recompute: bool) -> tuple[Stage, Any]:
         layout = self.layout
         split_head = layout.pipeline == 1 or not layout.kind.splits_backward
@@ -479,6 +508,8 @@ class MeshEngine:
             stage.token_map = self._token_map
         if self._compute == "fp64":
             stage.checkpoint_kwargs["context_fn"] = exact.both
+        if self.compiled:
+            self._compile_layers(stage.own_layers())
         if recompute:
             for layer in stage.own_layers():
                 layer.forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)  # type: ignore[method-assign]
@@ -519,6 +550,11 @@ class MeshEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed")
+
+
+def _run_code(code: LayerCode, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward, while FSDP has its weights there."""
+    return code("keep", {**dict(layer.named_parameters()), **dict(layer.named_buffers())}, args, kwargs)
 
 
 def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
