@@ -336,6 +336,14 @@ def latest_complete(
     Only those of steps below `before_step`, if that is given. A folder of weights only is no checkpoint here. Complete means
     a valid manifest and all files in their full size; contents are verified when they are read.
     """
+    found = complete_checkpoints(checkpoints, except_for=except_for, before_step=before_step)
+    return found[max(found)] if found else None
+
+
+def complete_checkpoints(
+    checkpoints: str | Path, *, except_for: Path | None = None, before_step: int | None = None
+) -> dict[int, Path]:
+    """All checkpoints that `latest_complete` chooses from, by step; of two of one step the one that was finished last."""
     checkpoints = Path(checkpoints)
     found: list[tuple[int, float, Path]] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
@@ -352,7 +360,7 @@ def latest_complete(
                 found.append((manifest.step, (folder / MANIFEST_FILE).stat().st_mtime, folder))
         except UserError as error:
             logger.warning("ignoring %s: %s", folder, error.what)
-    return max(found)[2] if found else None
+    return {step: path for step, _, path in sorted(found)}
 
 
 def is_complete(directory: str | Path) -> bool:

@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import orjson
 
@@ -43,6 +44,7 @@ class StepRecord:
     unix_time_s: float
     host_rss_bytes: int
     device_peak_bytes: int | None = None  # most device memory so far; None on the CPU
+    mesh: dict[str, Any] = field(default_factory=dict)  # engine: mesh: what all ranks say together, by name
 
 
 _KNOWN = frozenset(item.name for item in fields(StepRecord))

@@ -115,7 +115,7 @@ def _activation_lines(
 def saved_by_layer(job: Job, way: Way, group: int) -> float:
     """Bytes that a layer saves for its backward, of one microbatch on one rank. See [Note: activations]."""
     layout, shape, tokens = way.layout, job.inventory.shape, way.tokens(job.step)
-    eager = 1.0 if job.practice.compiled else EAGER_FACTOR
+    eager = 1.0 if job.compiled(layout) else EAGER_FACTOR
     width = shape.hidden * job.compute_bytes
     saved = shape.costs[group].saved_bytes.at(job.step.tokens) * job.compute_bytes / 2 * eager * tokens
     gathered = 2 * width * tokens * (1.0 - 1.0 / layout.tensor)
