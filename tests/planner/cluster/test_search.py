@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,6 +89,14 @@ def test_your_own_layout_that_does_not_fit_gets_its_ledger(job: Jobs, config: Co
     (problem,) = found.problems
     assert found.verdict is not None
     assert "masters, moments, gradients" in problem and "GiB of" in problem
+
+
+def test_your_own_layout_with_heads_that_do_not_divide_says_so(job: Jobs, config: Configs) -> None:
+    one_key = copy.deepcopy(config("8b"))
+    one_key.num_key_value_heads = 1
+    found = look_at(job("8b"), one_key, Way(Layout(tensor=2, shard=32, microbatches=8), True))
+    assert not found.problems
+    assert found.note is not None and "whole attention" in found.note
 
 
 def test_what_fits_nowhere_is_refused_with_the_ledger(job: Jobs, config: Configs) -> None:
