@@ -85,10 +85,12 @@ def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[st
 def _activation_lines(
     job: Job, way: Way, parts: Sequence[Part], rank: int, actions: Sequence[Action], saved: Sequence[float]
 ) -> dict[str, float]:
-    """Args:
-    parts: Of all stages.
-    actions: The rank's row of the schedule's table.
-    saved: By template group, what a layer saves of a microbatch.
+    """What comes with the batch. See [Note: activations].
+
+    Args:
+        parts: Of all stages.
+        actions: The rank's row of the schedule's table.
+        saved: By template group, what a layer saves of a microbatch.
     """
     layout, shape = way.layout, job.inventory.shape
     own = [parts[stage] for stage in layout.stages_of(rank)]

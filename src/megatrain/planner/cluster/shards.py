@@ -67,9 +67,11 @@ class Inventory:
 
     @classmethod
     def of(cls, structure: Structure, shape: ModelShape) -> Inventory:
-        """Args:
-        structure: The model on meta, taken apart.
-        shape: Of the same model.
+        """Of a model.
+
+        Args:
+            structure: The model on meta, taken apart.
+            shape: Of the same model.
         """
         samples = [shape.groups.index(group) for group in sorted(set(shape.groups))]
         dims = _tensor_dims(structure, samples)
