@@ -63,7 +63,7 @@ def train_on_mesh(
         _logger(main) as log,
         Watchdog(Path(run.run.dir), limits) as watch,
     ):
-        with contextlib.ExitStack() as start:
+        with contextlib.ExitStack() as start, watch.ending_after_errors():
             start.enter_context(watch.section("start"))
             folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
             prepared, past = _prepare_in_turn(run, resume, allow_changes or run.run.allow_changes, log, device)
@@ -89,6 +89,10 @@ def train_on_mesh(
         watch.neighbours_may_end()
         dist.barrier()
         return summary
+
+
+GATHER_EVERY_STEP_RANKS, GATHER_EVERY = 64, 16
+"""More ranks than that tell each other their numbers at every sixteenth step only."""
 
 
 class StartAgain(MegatrainError):
@@ -198,7 +202,8 @@ class _MainLoop(Loop):
             sampled = shares(kernels)
         else:
             record = super()._train_one(batches)
-        if record.trained_tokens == 0:
+        crowd = engine.layout.world > GATHER_EVERY_STEP_RANKS
+        if record.trained_tokens == 0 or (crowd and not sample and self._taken % GATHER_EVERY):
             return record
         with engine.watch("step", "numbers of all ranks"):
             ranks = gather(numbers_of_rank(engine.runner, engine.device, clock.work_s(), sampled))

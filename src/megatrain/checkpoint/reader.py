@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ import torch
 
 from megatrain.checkpoint.files import (
     MANIFEST_FILE,
+    PIECE_BYTES,
     SafetensorsReader,
     damaged,
     damages,
@@ -51,6 +53,9 @@ from megatrain.models.weights import resolve_ties
 logger = logging.getLogger(__name__)
 
 READ_THREADS = 4
+
+Box = tuple[slice, ...]
+"""A part of a tensor, a slice of each dimension."""
 
 
 class LoadCancelled(MegatrainError):
@@ -194,6 +199,54 @@ class OpenCheckpoint:
                 ]
                 for job in jobs:
                     job.result()
+        except UserError as error:
+            raise self.with_alternative(error) from error
+
+    def boxes(self, unit: Unit, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[torch.Tensor]] | None:
+        """Parts of a unit's state, each read alone: name -> per box (3, box), master and moments in fp32. Nothing is verified.
+
+        Args:
+            unit: The unit.
+            wanted: Full name -> boxes of the whole tensor.
+
+        Returns:
+            None where the family's conversion changes a tensor, or the unit has buffers: it must be read whole then.
+
+        Raises:
+            UserError: A file is damaged in a way that shows.
+        """
+        names = {full for _, full in unit.full_names()}
+        if set(self._plan.units.get(unit.name, [])) != names or not all(self._is_plain(full) for full in wanted):
+            return None
+        return {full: [self._box(full, box) for box in boxes] for full, boxes in wanted.items()}
+
+    def _is_plain(self, full: str) -> bool:
+        """Whether a weight lies in its file as it was before the conversion: in name, and in every byte."""
+        reader = self._weights.get(full)
+        return (
+            reader is not None
+            and reader.recorded_crc32(full) == self._crcs.get(full)
+            and reader.shape(full) == self._states[state_key("m", full)].shape(state_key("m", full))
+        )
+
+    def _box(self, full: str, box: Box) -> torch.Tensor:
+        master, lo_key = self._weights[full].read_box(full, box), state_key("lo", full)
+        if lo_key in self._states:
+            master = plane_math.join(master, self._states[lo_key].read_box(lo_key, box))
+        moments = [self._states[state_key(plane, full)].read_box(state_key(plane, full), box) for plane in MOMENTS]
+        return torch.stack([master.float(), *moments])
+
+    def verify_share(self, share: int, shares: int) -> None:
+        """Read every `shares`-th tensor of the checkpoint and compare it with its checksum: all shares together see every byte.
+
+        Raises:
+            UserError: Damaged; names file and tensor.
+        """
+        tensors = sorted({**self._weights, **self._states}.items())[share::shares]
+        piece = mmap.mmap(-1, PIECE_BYTES)
+        try:
+            for name, reader in tensors:
+                reader.verify(name, piece)
         except UserError as error:
             raise self.with_alternative(error) from error
 

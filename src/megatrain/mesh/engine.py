@@ -344,7 +344,8 @@ class MeshEngine:
     def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
 
-        Each rank reads the units of which it holds a part.
+        Each rank reads its own parts of the tensors alone, and verifies a share of the checkpoint, so that all together read
+        it twice whatever their number. What the family saves in another form than it computes with is read by whole units.
 
         Args:
             directory: A complete checkpoint of this model.
@@ -366,8 +367,12 @@ class MeshEngine:
         try:
             with OpenCheckpoint(directory, self.structure) as opened:
                 for unit in self.structure.units:
-                    if unit.name in self.state.local_units:
+                    found = opened.boxes(unit, self.state.boxes(unit.name))
+                    if found is not None:
+                        self.state.write_boxes(found)
+                    elif unit.name in self.state.local_units:
                         opened.restore(unit, self.state, self._buffers)  # type: ignore[arg-type]
+                opened.verify_share(dist.get_rank(), dist.get_world_size())
                 state = opened.state
         finally:
             complete = everyone(state is not None, self.device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,26 @@ class MeshState:
                     state[key] = torch.zeros_like(held.parameter)
                     own = local(state[key])
                     own.copy_(unit.layout.view(plane, entry_name)[held.box.slices].reshape(own.shape))
+
+    def boxes(self, unit: str) -> dict[str, list[tuple[slice, ...]]]:
+        """What this rank holds of a unit's parameters: name -> the box of each end of a tie, or of the one there is."""
+        return {
+            full: [h.box.slices for h in self._held[full]]
+            for _, full in self._unit(unit).full_names()
+            if full in self._held
+        }
+
+    @torch.no_grad()
+    def write_boxes(self, found: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Fill masters and moments from the (3, box) of every box of `boxes`."""
+        for name, values in found.items():
+            for held, value in zip(self._held[name], values, strict=True):
+                state = held.optimizer.state[held.parameter]
+                own = local(held.parameter)
+                own.copy_(value[0].reshape(own.shape))
+                for key, moment in (("exp_avg", value[1]), ("exp_avg_sq", value[2])):
+                    state[key] = torch.zeros_like(held.parameter)
+                    local(state[key]).copy_(moment.reshape(own.shape))
 
     def set_updates(self, updates: int) -> None:
         """The number of updates behind the moments that were restored."""

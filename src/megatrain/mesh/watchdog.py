@@ -97,6 +97,15 @@ class Watchdog:
             with self._lock:
                 self._sections.pop()
 
+    @contextlib.contextmanager
+    def ending_after_errors(self) -> Iterator[None]:
+        """An error inside is mostly one of all ranks: they may end before this one does."""
+        try:
+            yield
+        except BaseException:
+            self._ending = True
+            raise
+
     def neighbours_may_end(self) -> None:
         """From here on a rank that ends is none that has died. Before the last thing that all ranks wait for."""
         self._ending = True
