@@ -1,6 +1,6 @@
 """One GPU, the mesh engine at world size 1: seconds, tokens/s and losses of a few steps of Qwen3-4B's shape, random weights.
 
-    python benchmarks/mesh_step.py [--rows 32] [--tokens 1024] [--steps 5] [--host]
+    python benchmarks/mesh_step.py [--rows 32] [--tokens 1024] [--steps 5] [--compile on] [--host]
 
 `--host` runs the host engine on the same batches from the same initial weights, to lay the losses side by side.
 """
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--compile", choices=("on", "off"), default="off")
     parser.add_argument("--host", action="store_true")
     arguments = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +61,7 @@ def main() -> None:
             "init": "random",
             "seed": 0,
         }
-        with MeshEngine(folder, layout, recompute=True, **common) as engine:
+        with MeshEngine(folder, layout, recompute=True, compile=arguments.compile, **common) as engine:
             report("mesh", engine, batches, time.perf_counter() - started)
             del engine
         torch.cuda.empty_cache()

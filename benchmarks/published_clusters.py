@@ -113,7 +113,7 @@ def interleaved(layout: Layout, virtual: int) -> Layout:
 
 def make(model: str, world: int, rows: int, tokens: int, tensor_overlap: float = 0.0) -> Job:
     """A job as the publishers' engines would run it."""
-    practice = Practice(compiled=True, tensor_overlap=tensor_overlap, gathers_ahead=True, context_attention=1.0)
+    practice = Practice(compiled="all", tensor_overlap=tensor_overlap, gathers_ahead=True, context_attention=1.0)
     return replace(_base(model), world=world, step=StepSize(rows, tokens), practice=practice)
 
 

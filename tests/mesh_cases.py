@@ -40,6 +40,8 @@ class Case:
     kind: str = "packed"
     evaluate: bool = False
     recompute: bool = False
+    heads: tuple[int, int] | None = None
+    """Of queries and of keys and values, instead of the family's."""
 
     def __str__(self) -> str:
         at = self.layout
@@ -48,6 +50,7 @@ class Case:
             parts.append(at.schedule)
         parts += [f"mb{at.pieces}", "tied" if self.tied else "untied", self.kind]
         parts += [word for word, on in (("eval", self.evaluate), ("recompute", self.recompute)) if on]
+        parts += [f"heads{self.heads[0]}of{self.heads[1]}"] if self.heads else []
         return "-".join(parts)
 
 

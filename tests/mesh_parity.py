@@ -47,6 +47,9 @@ def build(case: Case) -> Any:
     full = case.family == "qwen2_full"
     family = families.BY_NAME["qwen2" if full else case.family]
     overrides = {**family.overrides, "num_hidden_layers": case.layers}
+    if case.heads:
+        overrides["num_attention_heads"], overrides["num_key_value_heads"] = case.heads
+        overrides["head_dim"] = 8
     if full:
         overrides["use_sliding_window"] = False
     if case.family == "gemma2":
@@ -114,10 +117,10 @@ def digests(engine: MeshEngine) -> dict[Any, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _plain(family: str, layers: int, tied: bool, kind: str, evaluate: bool) -> Run:
+def _plain(family: str, layers: int, tied: bool, kind: str, evaluate: bool, heads: tuple[int, int] | None) -> Run:
     from megatrain.mesh.layout import Layout
 
-    case = Case(family, Layout(), layers, tied, kind)
+    case = Case(family, Layout(), layers, tied, kind, heads=heads)
     model, steps = build(case), batches(case)
     with Fp32MeansFp64():
         first = reference_loss_and_grads(model, steps[0])
@@ -139,7 +142,7 @@ def _plain(family: str, layers: int, tied: bool, kind: str, evaluate: bool) -> R
 
 
 def plain(case: Case) -> Run:
-    return _plain(case.family, case.layers, case.tied, case.kind, case.evaluate)
+    return _plain(case.family, case.layers, case.tied, case.kind, case.evaluate, case.heads)
 
 
 def differences(got: Run, want: Run, tolerance: float = TOLERANCE) -> list[str]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatrain.data.loader import StepLoader
     from megatrain.data.rows import PackedRows
     from megatrain.executor.engine import HostEngine
+    from megatrain.mesh.denser import Setting
     from megatrain.mesh.engine import MeshEngine
     from megatrain.mesh.layout import Layout
 
@@ -165,7 +166,7 @@ def check_mesh(run: RunConfig) -> Layout:
     """
     from megatrain.config.schema import ActivationsConfig, BatchConfig, MemoryConfig, PrecisionConfig, RunSection
     from megatrain.mesh import launch
-    from megatrain.mesh.layout import SCHEDULES, Layout
+    from megatrain.mesh.layout import Layout
     from megatrain.models.build import find_model_folder, load_model_config
 
     problems = Problems()
@@ -199,12 +200,7 @@ def check_mesh(run: RunConfig) -> Layout:
         problems.found.append(
             UserError("fp16 is not computed by the mesh engine", "precision.compute_dtype", "use bf16 or fp32")
         )
-    layout = Layout(**run.parallel.model_dump())
-    splits = layout.pipeline > 1 and layout.schedule in SCHEDULES and layout.kind.splits_backward
-    if run.activations.policy == "selective" or (run.activations.policy == "recompute" and splits):
-        what = f"is not done with schedule {layout.schedule}" if splits else "is a setting of the host engine"
-        fits = "keep" if splits else "recompute or keep"
-        problems.found.append(UserError(f"{run.activations.policy} {what}", "activations.policy", f"{fits} would fit"))
+    layout = Layout(**run.parallel.sizes_for(launch.world_size()))
     with problems.collect():
         config = load_model_config(find_model_folder(run.model.path), run.model.trust_remote_code)
         layout = layout.checked(config, launch.world_size(), run.rows_per_step)
@@ -245,7 +241,7 @@ def _gpu_bytes(run: RunConfig) -> int | None:
 
 
 def make_engine(
-    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True
+    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True, rung: int = 0
 ) -> HostEngine | MeshEngine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
@@ -253,9 +249,10 @@ def make_engine(
         model_folder: The local folder behind `model.path`.
         for_training: False leaves out the memory of gradients.
         weights: False leaves the weights to a checkpoint that is loaded next.
+        rung: With engine: mesh, of `mesh_ladder`.
     """
     if run.engine == "mesh":
-        return _make_mesh_engine(run, model_folder, weights)
+        return _make_mesh_engine(run, model_folder, weights, rung)
     from megatrain.executor.engine import HostEngine
     from megatrain.optim.adamw import AdamW
     from megatrain.planner.run import planned_options
@@ -287,25 +284,41 @@ def make_engine(
     )
 
 
-def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool) -> MeshEngine:
-    from megatrain.mesh.engine import MeshEngine
+def mesh_ladder(run: RunConfig) -> list[Setting]:
+    """The configured setting of a run with `engine: mesh` and the denser ones behind it."""
+    from megatrain.mesh.denser import ladder
 
     layout = check_mesh(run)
     splits = layout.pipeline > 1 and layout.kind.splits_backward
-    recompute = not splits and run.activations.policy != "keep"
-    if splits and run.activations.policy == "auto":
+    policy = run.activations.policy
+    if splits and policy in ("recompute", "selective"):
         logger.warning(
-            "activations.policy: auto keeps all activations, for schedule %s cannot recompute", layout.schedule
+            "activations.policy: %s was asked for; schedule %s keeps all activations instead", policy, layout.schedule
+        )
+    elif policy == "selective":
+        logger.warning("activations.policy: selective was asked for; the mesh engine recomputes whole layers instead")
+    return ladder(layout, policy != "keep" and not splits, run.rows_per_step)
+
+
+def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool, rung: int) -> MeshEngine:
+    from megatrain.mesh.engine import MeshEngine
+
+    rungs = mesh_ladder(run)
+    setting = rungs[min(rung, len(rungs) - 1)]
+    if rung > 0:
+        logger.warning(
+            "the run has run out of memory %d times: it goes on with %s (RUN/denser)", rung, setting.key or "the config"
         )
     compute = run.precision.compute_dtype
     assert compute != "fp16", "refused by check_mesh"
     return MeshEngine(
         model_folder,
-        layout,
+        setting.layout,
         device=run.run.device,
         optim=optimizer(run),
         compute_dtype=compute,
-        recompute=recompute,
+        recompute=setting.recompute,
+        compile=run.activations.compile,
         init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,

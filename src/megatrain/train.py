@@ -132,11 +132,12 @@ def errors_into_log(log: RunLogger) -> Iterator[None]:
 
 
 @contextmanager
-def engine_for(prepared: Prepared, given: Any) -> Iterator[Any]:
+def engine_for(prepared: Prepared, given: Any, **more: Any) -> Iterator[Any]:
+    """The given engine, or one that is made (`make_engine`, with `more`) and closed."""
     if given is not None:
         yield given
         return
-    engine = make_engine(prepared.run, prepared.model_folder, weights=prepared.start_from is None)
+    engine = make_engine(prepared.run, prepared.model_folder, weights=prepared.start_from is None, **more)
     try:
         yield engine
     except KeyboardInterrupt:
@@ -412,7 +413,7 @@ class Loop:
         """
         run = self.run_config.run
         self.saves.settle()
-        target = latest_complete(self.folder.checkpoints, before_step=diverged.first_step)
+        target = self._checkpoint_before(diverged.first_step)
         may = run.on_divergence == "rollback" or diverged.go_back
         if not may or self.rollbacks >= run.max_rollbacks or target is None:
             raise NumericStop(_why_it_stops(diverged, target, self.rollbacks, self.run_config))
@@ -427,6 +428,9 @@ class Loop:
         self.step = back_to
         self.guard.start_over()
         self.saves.went_back(back_to, target)
+
+    def _checkpoint_before(self, step: int) -> Path | None:
+        return latest_complete(self.folder.checkpoints, before_step=step)
 
     def _extra(self) -> dict[str, Any]:
         """See [Note: what a checkpoint remembers of its run]."""

@@ -3,13 +3,15 @@
 [Note: what rank 0 does alone]
 All ranks take the same steps with the same batches, so nothing but gradients travels. Rank 0 prepares the data first and
 the others read its cache; it writes log, metrics, plot and checkpoints. The others run the same loop without output. Whatever
-decides the loop's way must be equal everywhere: step numbers and skipped steps are; signals are agreed on after each step.
+decides the loop's way must be equal everywhere: step numbers and skipped steps are; signals are agreed on after each step, and
+the checkpoint to start from, or to go back to, before anything of it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,26 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatrain.check import Prepared, check_mesh, prepare
+from megatrain.check import Prepared, check_mesh, mesh_ladder, prepare
+from megatrain.checkpoint.reader import complete_checkpoints
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence
-from megatrain.errors import UserError
+from megatrain.errors import MegatrainError, UserError
+from megatrain.machine.probe import matrix_tflops
 from megatrain.mesh import launch
+from megatrain.mesh.denser import is_out_of_memory, note_out_of_memory, times_out_of_memory
+from megatrain.mesh.engine import MeshEngine
+from megatrain.mesh.exposed import kernels_of, shares
+from megatrain.mesh.monitor import Alerts, RankClock, gather, mean_over_ranks, numbers_of_all, numbers_of_rank
 from megatrain.mesh.state import agree
+from megatrain.mesh.watchdog import EXIT_HANG, Watchdog
 from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
+from megatrain.planner.shape import shape_of_structure
 from megatrain.run_folder import RunFolder
 from megatrain.stop import StopSignals
-from megatrain.train import Loop, NoOutput, TrainSummary, engine_for, errors_into_log, replace_text
+from megatrain.train import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, replace_text
 
 
 def train_on_mesh(
@@ -47,28 +57,60 @@ def train_on_mesh(
             raise
         raise SystemExit(error.exit_code) from error
     device = launch.device_of_rank(run.run.device)
-    with _joined(device), StopSignals() as signals, _logger(main) as log:
-        folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
-        prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
-        folder.create()
-        if main:
-            if not folder.config.exists():  # see `train`
-                replace_text(folder.config, dump_config(run))
-            log.open_folder(folder.path)
-        for signal in ("save", "stop"):
-            if folder.taken(signal):
-                log.info(f"the file {signal} in {folder.path} is from before the start; removed")
-        stop = AgreedStop(signals, folder, device)
-        stop.agree()
-        with errors_into_log(log), engine_for(prepared, engine) as running:
-            kind = _MainLoop if main else _SilentLoop
-            return kind(prepared, running, folder, log, stop).run()
+    limits = {name.removesuffix("_s"): limit for name, limit in run.watchdog.model_dump().items()}
+    with (
+        _joined(device, _timeout_s(limits)),
+        StopSignals() as signals,
+        _logger(main) as log,
+        Watchdog(Path(run.run.dir), limits) as watch,
+    ):
+        with contextlib.ExitStack() as start, watch.ending_after_errors():
+            start.enter_context(watch.section("start"))
+            folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
+            prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
+            folder.create()
+            if main:
+                if not folder.config.exists():  # see `train`
+                    replace_text(folder.config, dump_config(run))
+                log.open_folder(folder.path)
+                launch.note_begun(folder.path)
+            folder.tidy()
+            for signal in ("save", "stop"):
+                if folder.taken(signal):
+                    log.info(f"the file {signal} in {folder.path} is from before the start; removed")
+            stop = AgreedStop(signals, folder, device)
+            stop.agree()
+            rung = [times_out_of_memory(folder.path)]
+            dist.broadcast_object_list(rung, src=0)
+            with errors_into_log(log), engine_for(prepared, engine, rung=rung[0]) as running:
+                running.watch = watch.section
+                kind = _MainLoop if main else _SilentLoop
+                loop = kind(prepared, running, folder, log, stop)
+                loop.rung = rung[0]
+                start.close()
+                summary = loop.run()
+        watch.neighbours_may_end()
+        dist.barrier()
+        return summary
+
+
+GATHER_EVERY_STEP_RANKS, GATHER_EVERY = 64, 16
+"""More ranks than that tell each other their numbers at every sixteenth step only."""
+
+
+class StartAgain(MegatrainError):
+    """The process must end; torchrun starts it again, and then it goes better."""
+
+    exit_code = EXIT_HANG
 
 
 class SilentFolder(RunFolder):
     """The run's folder as a rank sees it that reports nothing: paths, and no changes."""
 
     def create(self) -> None:
+        pass
+
+    def tidy(self) -> None:
         pass
 
     def taken(self, signal: str) -> bool:
@@ -117,6 +159,68 @@ class AgreedStop:
 
 class _MainLoop(Loop):
     stop: AgreedStop
+    engine: MeshEngine
+    rung: int
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        engine, watchdog = self.engine, self.run_config.watchdog
+        self._peak_tflops = matrix_tflops(engine.device) if engine.device.type == "cuda" else None
+        self._flops = shape_of_structure(engine.structure, "").forward_flops(self.run_config.data.max_tokens)
+        self._sample_every = watchdog.sample_every_steps if engine.device.type == "cuda" else None
+        self._alerts = Alerts(watchdog.mfu_floor, [len(part.layers) for part in engine.parts])
+        self._taken = 0
+        """Steps of this process."""
+
+    def _train_one(self, batches: Prefetcher, step: int) -> StepRecord:
+        """The step, and behind it what all ranks say of it. See monitor.py."""
+        try:
+            return self._train_and_look(batches, step)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(step) from error
+
+    def _out_of_memory(self, step: int) -> MegatrainError:
+        """See [Note: out of memory]."""
+        rungs = mesh_ladder(self.run_config)
+        where = f"rank {dist.get_rank()}, step {step}"
+        if self.rung + 1 >= len(rungs):
+            remedy = "more tensor, pipeline or shard ranks, or shorter rows (data.max_tokens)"
+            return UserError("out of device memory, and nothing denser is left", where, remedy)
+        note_out_of_memory(self.folder.path, self.rung + 1)
+        return StartAgain(
+            f"{where}: out of device memory; started again, the run goes on with {rungs[self.rung + 1].key}"
+        )
+
+    def _train_and_look(self, batches: Prefetcher, step: int) -> StepRecord:
+        engine, clock, sampled = self.engine, RankClock(self.engine.device), None
+        self._taken += 1
+        # The tenth step: the first ones choose kernels and make communicators.
+        sample = self._sample_every is not None and self._taken % self._sample_every == min(10, self._sample_every - 1)
+        clock.start()
+        if sample:
+            with kernels_of(engine.device) as kernels:
+                record = super()._train_one(batches, step)
+            sampled = shares(kernels)
+        else:
+            record = super()._train_one(batches, step)
+        crowd = engine.layout.world > GATHER_EVERY_STEP_RANKS
+        if record.trained_tokens == 0 or (crowd and not sample and self._taken % GATHER_EVERY):
+            return record
+        with engine.watch("step", "numbers of all ranks"):
+            ranks = gather(numbers_of_rank(engine.runner, engine.device, clock.work_s(), sampled))
+        mfu = None
+        if self._peak_tflops is not None:
+            peak = self._peak_tflops * 1e12 * engine.layout.world
+            mfu = 3 * self._flops * record.processed_tokens / record.step_s / peak
+        numbers = numbers_of_all(ranks, engine.layout, engine.runner.table(), mfu)
+        for text in self._alerts.look(step, numbers, mean_over_ranks(ranks)):
+            self.log.warning(text)
+        return replace(record, mesh=numbers.plain())
+
+    def _checkpoint_before(self, step: int) -> Path | None:
+        return agreed_checkpoint(self.folder, before_step=step)
 
     def _after_step(self) -> None:
         self.stop.agree()
@@ -150,23 +254,64 @@ class _SilentLoop(_MainLoop):
 
 
 @contextlib.contextmanager
-def _joined(device: torch.device) -> Iterator[None]:
+def _joined(device: torch.device, timeout_s: float) -> Iterator[None]:
     """The process group, taken down again if this made it; after an error it is left to die with the process."""
     made = not dist.is_initialized()
-    launch.join(device)
+    launch.join(device, timeout_s)
     yield
     if made:
         dist.destroy_process_group()
+
+
+def _timeout_s(limits: Mapping[str, float | None]) -> float:
+    """Of collectives: the watchdog, which leaves stacks behind, comes first."""
+    known = [limit for limit in limits.values() if limit is not None]
+    return max(known) + 60.0 if len(known) == len(limits) else 7 * 86400.0
 
 
 def _logger(main: bool) -> RunLogger:
     return RunLogger() if main else RunLogger(Console(quiet=True))
 
 
+def agreed_checkpoint(folder: RunFolder, before_step: int | None = None) -> Path | None:
+    """The newest checkpoint of a run that is complete in the eyes of every rank. Collective.
+
+    Raises:
+        UserError: Rank 0 sees checkpoints and another rank none: the ranks do not share the run's folder.
+    """
+    mine = {step: path.name for step, path in complete_checkpoints(folder.checkpoints, before_step=before_step).items()}
+    everybody: list[dict[int, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    common = set.intersection(*(set(each.items()) for each in everybody))
+    blind = [rank for rank, each in enumerate(everybody) if not each]
+    if everybody[0] and blind:
+        raise UserError(
+            f"rank 0 finds checkpoints there and rank {blind[0]} none", str(folder.checkpoints),
+            "put run.dir on a file system that all nodes share",
+        )  # fmt: skip
+    return folder.checkpoints / max(common)[1] if common else None
+
+
+def _agreed_resume(run: RunConfig, resume: str | None) -> str | None:
+    """`resume` with a checkpoint's path in the place of a word, the same on every rank. Collective.
+
+    When torchrun starts again what it has started before, the run goes on in any case.
+    """
+    again = [launch.has_begun(Path(run.run.dir))]
+    dist.broadcast_object_list(again, src=0)
+    if again[0]:
+        resume = "auto"
+    if resume not in ("auto", "latest"):
+        return resume
+    newest = agreed_checkpoint(RunFolder(run.run.dir))
+    return resume if newest is None else str(newest)
+
+
 def _prepare_in_turn(
     run: RunConfig, resume: str | None, allow_changes: Collection[ChangeName], log: RunLogger, device: torch.device
 ) -> Prepared:
     """Rank 0 first, so that the others find its cache; nobody goes on before everybody is done."""
+    resume = _agreed_resume(run, resume)
 
     def work() -> Prepared:
         return prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)

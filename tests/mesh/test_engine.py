@@ -181,3 +181,31 @@ def test_a_closed_engine_refuses():
         return True
 
     assert ranks.run(1, work) == [True]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"), [(Layout(pipeline=2, shard=1), False), (Layout(shard=2, microbatches=2), True)]
+)
+def test_compiled_layers_compute_the_same(layout, recompute, monkeypatch):
+    """Equal layers share one compiled function; FSDP and the pipeline stay outside of it."""
+    model = families.build(families.BY_NAME["qwen3"], seed=1, tie=True)
+    steps = batches(LLAMA)
+    real, asked = torch.compile, []
+
+    def without_a_compiler(function, **options):
+        """All of torch.compile but the machine code."""
+        asked.append(function.__name__)
+        return real(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", without_a_compiler)
+
+    def work(compile):
+        more = {"compute_dtype": "fp32", "compile": compile, "recompute": recompute}
+        trained = engine(model, layout, **more)
+        assert trained.compiled == (compile == "on")
+        return [(r.loss, r.grad_norm) for r in (trained.train_step(batch) for batch in steps)], list(asked)
+
+    compiled, eager = ranks.run(2, work, "on"), ranks.run(2, work, "off")
+    for (got, names), (want, none) in zip(compiled, eager, strict=True):
+        assert names == ["layer_0_keep"] and none == []
+        assert torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5)

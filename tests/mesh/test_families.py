@@ -22,6 +22,14 @@ def test_context_parallel_computes_the_family(family):
     assert not differences(on_ranks(case), plain(case))
 
 
+@pytest.mark.parametrize(("family", "heads"), [("llama", (4, 1)), ("qwen3", (3, 3))])
+def test_heads_that_do_not_divide_are_computed_whole(family, heads):
+    """As SmolLM2-135M's 9 heads of 3 key-value heads on 2 tensor ranks; qwen3 norms queries and keys."""
+    layout = Layout(tensor=2, pipeline=2, shard=1)
+    case = Case(family, layout, 4, tied=True, kind="packed", heads=heads)
+    assert not differences(on_ranks(case), plain(case))
+
+
 def test_others_are_refused_by_name():
     config = families.config(families.BY_NAME["olmo"])
     for layout, word in ((Layout(tensor=2), "tensor"), (Layout(context=2), "context")):

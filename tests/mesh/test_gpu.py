@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import families
-from megatrain.executor.engine import HostEngine
-from megatrain.mesh.engine import MeshEngine
-from megatrain.mesh.layout import Layout
-from megatrain.optim.adamw import AdamW
+import pytest
+
+from mesh_gpu_child import CASES, GpuCase
 
 pytestmark = pytest.mark.gpu
 
-OPTIM = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
+TESTS = Path(__file__).parents[1]
+LIMIT_S = 280
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_losses_overlay_the_host_engines(name, recompute):
-    family = families.BY_NAME[name]
-    model = families.build(family, seed=1, tie=True)
-    batches = [families.batch(family, seed=s, rows=8, tokens=32, kind="packed") for s in range(6)]
-    with HostEngine(model, device="cpu", compute_dtype="bf16", optim=OPTIM) as host:
-        want = [host.train_step(batch) for batch in batches]
-    with MeshEngine(model, Layout(microbatches=2), device="cuda", optim=OPTIM, recompute=recompute) as mesh:
-        got = [mesh.train_step(batch) for batch in batches]
-        assert all(weight.dtype == torch.float32 for _, weight in mesh.named_parameters())
-    assert [r.loss for r in got] == pytest.approx([r.loss for r in want], rel=5e-3)
-    assert [r.grad_norm for r in got] == pytest.approx([r.grad_norm for r in want], rel=3e-2)
+@dataclass(frozen=True)
+class Child:
+    """What the process on the GPU left.
+
+    Attributes:
+        results: By case; those behind a crash are missing.
+        last_words: Exit code and the end of its output, for the failures' sake.
+    """
+
+    results: dict[str, dict[str, Any]]
+    last_words: str
 
 
-def test_fp32_on_the_gpu_is_the_host_engine_on_the_cpu():
-    family = families.BY_NAME["llama"]
-    model = families.build(family, seed=1, tie=True)
-    batches = [families.batch(family, seed=s, rows=8, tokens=32, kind="padded") for s in range(3)]
-    with HostEngine(model, device="cpu", compute_dtype="fp32", optim=OPTIM) as host:
-        want = [host.train_step(batch).loss for batch in batches]
-    with MeshEngine(model, Layout(), device="cuda", compute_dtype="fp32", optim=OPTIM) as mesh:
-        got = [mesh.train_step(batch).loss for batch in batches]
-    assert got == pytest.approx(want, rel=1e-4)
+@pytest.fixture(scope="module")
+def child(tmp_path_factory: pytest.TempPathFactory) -> Child:
+    """All cases in one process: starting it takes longer than the cases do."""
+    file = tmp_path_factory.mktemp("gpu") / "results.jsonl"
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"}
+    command = [sys.executable, "-X", "faulthandler", str(TESTS / "mesh_gpu_child.py"), str(file)]
+    command += ["--device", os.environ.get("MESH_GPU_DEVICE", "cuda")]
+    with (file.parent / "output").open("w+") as output:
+        try:
+            code: int | str = subprocess.run(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none: killed after {LIMIT_S} s"
+    lines = file.read_text().splitlines() if file.exists() else []
+    said = (file.parent / "output").read_text()[-6000:]
+    return Child({row["case"]: row for row in map(json.loads, lines)}, f"exit code {code}\n{said}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_overlay_the_host_engines(case: GpuCase, child: Child) -> None:
+    found = child.results.get(str(case))
+    assert found is not None, f"the process on the GPU ended before this case: {child.last_words}"
+    assert "error" not in found, found["error"]
+    assert found["types"] == ["torch.float32"]
+    loss_tolerance, norm_tolerance = (5e-3, 3e-2) if case.dtype == "bf16" else (1e-4, 1e-3)
+    assert found["losses"] == pytest.approx(found["want_losses"], rel=loss_tolerance)
+    assert found["norms"] == pytest.approx(found["want_norms"], rel=norm_tolerance)

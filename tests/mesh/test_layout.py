@@ -21,15 +21,15 @@ def test_a_layout_that_fits_has_no_problems():
 
 
 def test_all_problems_are_named_at_once_with_what_would_fit():
-    bad = Layout(tensor=4, pipeline=8, virtual=2, shard=3, schedule="1f1b", microbatches=4)
+    bad = Layout(tensor=5, pipeline=8, virtual=2, shard=3, schedule="1f1b", microbatches=4)
     with pytest.raises(UserError) as error:
         bad.checked(LLAMA, world=7, rows=1)
     text = str(error.value)
-    assert "96 ranks, but there are 7 processes" in text
+    assert "120 ranks, but there are 7 processes" in text
     assert "schedule 1f1b needs exactly 1 virtual" in text and "interleaved" in text
     assert "microbatches 4 are fewer than the 8" in text
     assert "4 layers cannot fill pipeline 8 x virtual 2" in text and "pipeline 2 would fit" in text
-    assert "num_key_value_heads 2 is not a multiple of tensor 4; tensor 1 or 2 would fit" in text
+    assert "is not a multiple of tensor 5; tensor 1 or 2 or" in text
     assert "1 rows per step are fewer than" in text
 
 

@@ -6,10 +6,13 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import families
 import mesh_ranks as ranks
+from megatrain.checkpoint.files import SafetensorsReader
+from megatrain.checkpoint.format import read_manifest
 from megatrain.errors import UserError
 from megatrain.executor.engine import HostEngine
 from megatrain.mesh.engine import MeshEngine
@@ -159,3 +162,42 @@ def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
         resumed = engine.train_step(batches[2]).loss
     assert losses == pytest.approx(straight[:2], rel=1e-5)
     assert resumed == pytest.approx(straight[2], rel=1e-5)
+
+
+def test_each_rank_reads_its_slices_and_all_together_verify_every_byte(tmp_path):
+    """Case 28. A flipped byte anywhere is found by the rank whose share it is, and no rank goes on."""
+
+    def work():
+        with MeshEngine(
+            model(), Layout(tensor=2, pipeline=2), compute_dtype="fp32", optim=OPTIM, device="cpu"
+        ) as engine:
+            engine.train_step(BATCHES[0])
+            engine.save(tmp_path / "saved")
+            before = digests(engine)
+            engine.train_step(BATCHES[1])
+            whole, verified = [], []
+            read, verify = SafetensorsReader.read_into, SafetensorsReader.verify
+            SafetensorsReader.read_into = lambda self, name, out: (whole.append(name), read(self, name, out))[1]
+            SafetensorsReader.verify = lambda self, name, piece: (verified.append(name), verify(self, name, piece))[1]
+            engine.load(tmp_path / "saved")
+            assert digests(engine) == before and engine.step == 1
+            seen = list(verified)
+            dist.barrier()
+            file = tmp_path / "saved" / "state" / "layer.2.safetensors"
+            if dist.get_rank() == 0:
+                data = bytearray(file.read_bytes())
+                data[-5] ^= 1
+                file.write_bytes(data)
+            dist.barrier()
+            with pytest.raises(UserError) as error:
+                engine.load(tmp_path / "saved")
+            return whole, seen, str(error.value)
+
+    results = ranks.run(4, work)
+    assert all(whole == [] for whole, _, _ in results)
+    manifest = read_manifest(tmp_path / "saved", sizes=False)
+    everything = {name for record in manifest.files.values() for name in record.tensors}
+    assert {name for _, verified, _ in results for name in verified} == everything
+    said = [words for _, _, words in results]
+    assert sum("layer.2.safetensors" in words and "checksum differs" in words for words in said) == 1
+    assert sum("another rank could not read the checkpoint" in words for words in said) == 3

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -388,6 +389,23 @@ class SafetensorsReader:
         assert len(view) == end - begin, (name, len(view), begin, end)
         if self._pread(view, self._data_start + begin) != self._record.tensors.get(name):
             raise damaged(self.path, f"tensor {name}: checksum differs")
+
+    def read_box(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, as a new one. Only its pages are read, and nothing is verified: see `verify`."""
+        kind, shape = self.dtype(name), self.shape(name)
+        plain = np.dtype(f"i{kind.itemsize}")
+        begin = self._data_start + self._entries[name]["data_offsets"][0]
+        if 0 in shape:
+            return torch.empty(shape, dtype=kind)[box]
+        try:
+            whole = np.memmap(self.path, dtype=plain, mode="r", offset=begin, shape=shape)
+            return torch.from_numpy(np.array(whole[box])).view(kind)
+        except (OSError, ValueError) as error:
+            raise damaged(self.path, str(error)) from error
+
+    def recorded_crc32(self, name: str) -> int | None:
+        """What `verify` compares a tensor's bytes with."""
+        return self._record.tensors.get(name)
 
     def verify(self, name: str, buffer: mmap.mmap) -> None:
         """Read a tensor a piece at a time through `buffer`, and keep nothing of it."""

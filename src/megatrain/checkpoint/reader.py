@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ import torch
 
 from megatrain.checkpoint.files import (
     MANIFEST_FILE,
+    PIECE_BYTES,
     SafetensorsReader,
     damaged,
     damages,
@@ -51,6 +53,9 @@ from megatrain.models.weights import resolve_ties
 logger = logging.getLogger(__name__)
 
 READ_THREADS = 4
+
+Box = tuple[slice, ...]
+"""A part of a tensor, a slice of each dimension."""
 
 
 class LoadCancelled(MegatrainError):
@@ -197,6 +202,54 @@ class OpenCheckpoint:
         except UserError as error:
             raise self.with_alternative(error) from error
 
+    def boxes(self, unit: Unit, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[torch.Tensor]] | None:
+        """Parts of a unit's state, each read alone: name -> per box (3, box), master and moments in fp32. Nothing is verified.
+
+        Args:
+            unit: The unit.
+            wanted: Full name -> boxes of the whole tensor.
+
+        Returns:
+            None where the family's conversion changes a tensor, or the unit has buffers: it must be read whole then.
+
+        Raises:
+            UserError: A file is damaged in a way that shows.
+        """
+        names = {full for _, full in unit.full_names()}
+        if set(self._plan.units.get(unit.name, [])) != names or not all(self._is_plain(full) for full in wanted):
+            return None
+        return {full: [self._box(full, box) for box in boxes] for full, boxes in wanted.items()}
+
+    def _is_plain(self, full: str) -> bool:
+        """Whether a weight lies in its file as it was before the conversion: in name, and in every byte."""
+        reader = self._weights.get(full)
+        return (
+            reader is not None
+            and reader.recorded_crc32(full) == self._crcs.get(full)
+            and reader.shape(full) == self._states[state_key("m", full)].shape(state_key("m", full))
+        )
+
+    def _box(self, full: str, box: Box) -> torch.Tensor:
+        master, lo_key = self._weights[full].read_box(full, box), state_key("lo", full)
+        if lo_key in self._states:
+            master = plane_math.join(master, self._states[lo_key].read_box(lo_key, box))
+        moments = [self._states[state_key(plane, full)].read_box(state_key(plane, full), box) for plane in MOMENTS]
+        return torch.stack([master.float(), *moments])
+
+    def verify_share(self, share: int, shares: int) -> None:
+        """Read every `shares`-th tensor of the checkpoint and compare it with its checksum: all shares together see every byte.
+
+        Raises:
+            UserError: Damaged; names file and tensor.
+        """
+        tensors = sorted({**self._weights, **self._states}.items())[share::shares]
+        piece = mmap.mmap(-1, PIECE_BYTES)
+        try:
+            for name, reader in tensors:
+                reader.verify(name, piece)
+        except UserError as error:
+            raise self.with_alternative(error) from error
+
     def with_alternative(self, error: UserError) -> UserError:
         """The error of a damaged checkpoint, with the newest other one beside it as the way on."""
         if "damaged" not in error.what or "newest other" in (error.remedy or ""):
@@ -336,6 +389,14 @@ def latest_complete(
     Only those of steps below `before_step`, if that is given. A folder of weights only is no checkpoint here. Complete means
     a valid manifest and all files in their full size; contents are verified when they are read.
     """
+    found = complete_checkpoints(checkpoints, except_for=except_for, before_step=before_step)
+    return found[max(found)] if found else None
+
+
+def complete_checkpoints(
+    checkpoints: str | Path, *, except_for: Path | None = None, before_step: int | None = None
+) -> dict[int, Path]:
+    """All checkpoints that `latest_complete` chooses from, by step; of two of one step the one that was finished last."""
     checkpoints = Path(checkpoints)
     found: list[tuple[int, float, Path]] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
@@ -352,7 +413,7 @@ def latest_complete(
                 found.append((manifest.step, (folder / MANIFEST_FILE).stat().st_mtime, folder))
         except UserError as error:
             logger.warning("ignoring %s: %s", folder, error.what)
-    return max(found)[2] if found else None
+    return {step: path for step, _, path in sorted(found)}
 
 
 def is_complete(directory: str | Path) -> bool:

@@ -349,8 +349,8 @@ class PrecisionConfig(Section):
     )
 
 
-class ParallelConfig(Section):
-    """How the mesh engine spreads a run over processes (engine: mesh). The product of all sizes is their number."""
+class LayoutConfig(Section):
+    """How the mesh engine spreads a run over processes. The product of all sizes is their number."""
 
     tensor: PositiveInt = Field(default=1, description="ranks that share the matrices of a layer")
     pipeline: PositiveInt = Field(default=1, description="ranks that share the layers")
@@ -370,6 +370,24 @@ class ParallelConfig(Section):
         default=None,
         description="pieces of each data rank's rows, one after the other; null: as few as the schedule needs",
     )
+    stage_layers: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="layers of each stage, in the order of the model; null: even by parameters"
+    )
+
+
+class ParallelConfig(LayoutConfig):
+    """How the mesh engine spreads a run over processes (engine: mesh). The product of all sizes is their number."""
+
+    by_world_size: dict[Annotated[int, Field(gt=0)], LayoutConfig] = Field(
+        default={},
+        description="number of processes -> these sizes instead, {8: {tensor: 2, pipeline: 2}, 4: {tensor: 2}}: what a run "
+        "goes on with when it is started again with fewer nodes",
+    )
+
+    def sizes_for(self, processes: int) -> dict[str, Any]:
+        """The sizes that count with so many processes."""
+        chosen = self.by_world_size.get(processes, self)
+        return {name: getattr(chosen, name) for name in LayoutConfig.model_fields}
 
 
 class EvalConfig(Section):
@@ -407,6 +425,30 @@ class CheckpointConfig(Section):
     )
     weights_every_steps: PositiveInt | None = Field(
         default=None, description="write bf16 weights alone to RUN/weights every N steps; all stay; null: never"
+    )
+
+
+Seconds = Annotated[Float, Field(gt=0)] | None
+
+
+class WatchdogConfig(Section):
+    """When a rank is taken to hang (engine: mesh): stacks of all ranks go to RUN/hangs, exit code 75, torchrun starts again."""
+
+    start_s: Seconds = Field(
+        default=3600.0, description="model, data and checkpoint are there [s]; null: however long it takes"
+    )
+    first_step_s: Seconds = Field(default=1200.0, description="the first step of a process [s]")
+    step_s: Seconds = Field(default=600.0, description="every other step [s]")
+    save_s: Seconds = Field(
+        default=1800.0, description="what training waits for of a save [s]: of its copies, or of the save before it"
+    )
+    load_s: Seconds = Field(default=3600.0, description="a checkpoint is loaded during the run, by a rollback [s]")
+    evaluation_s: Seconds = Field(default=600.0, description="one batch of an evaluation [s]")
+    mfu_floor: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="warn when MFU is under this for some steps in a row, 0.4 for 40%; null: never"
+    )
+    sample_every_steps: PositiveInt | None = Field(
+        default=500, description="profile a step now and then for exposed communication and stragglers; null: never"
     )
 
 
@@ -507,6 +549,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     metrics: MetricsConfig = MetricsConfig()
     alerts: AlertsConfig = AlertsConfig()
     run: RunSection

@@ -7,6 +7,7 @@ are process groups of their own.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ class Devices:
         context_group: Ranks that share rows, None without context parallel.
         tie_group: This rank and the one at the other end of the pipeline, None unless this rank holds one of two
             ends that are apart.
+        save_group: All ranks, with gloo, for saves in the background alone.
     """
 
     layout: Layout
@@ -36,6 +38,7 @@ class Devices:
     mesh: DeviceMesh
     context_group: dist.ProcessGroup | None
     tie_group: dist.ProcessGroup | None
+    save_group: dist.ProcessGroup
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -53,11 +56,7 @@ class Devices:
     def build(cls, layout: Layout, device: torch.device) -> Devices:
         """Make all process groups. Collective: every rank calls it once, after `init_process_group`."""
         assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout)
-        mesh = init_device_mesh(
-            device.type,
-            (layout.pipeline, layout.replicate, layout.fsdp, layout.tensor),
-            mesh_dim_names=("pipeline", "replicate", "fsdp", "tensor"),
-        )
+        mesh = mesh_of(layout, device.type)
         at = layout.coordinate(dist.get_rank())
         context_group = None
         if layout.context > 1:
@@ -66,7 +65,19 @@ class Devices:
         ends = sorted({layout.holder_of(0), layout.holder_of(layout.stages - 1)})
         if len(ends) == 2:
             tie_group = _my_group(layout, at, "pipeline", ends)
-        return cls(layout, at, device, mesh, context_group, tie_group)
+        # Rank 0 may write for a long time between two messages.
+        save_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+        assert isinstance(save_group, dist.ProcessGroup)
+        return cls(layout, at, device, mesh, context_group, tie_group, save_group)
+
+
+def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
+    """(pipeline, replicate, fsdp, tensor). Collective."""
+    return init_device_mesh(
+        device_type,
+        (layout.pipeline, layout.replicate, layout.fsdp, layout.tensor),
+        mesh_dim_names=("pipeline", "replicate", "fsdp", "tensor"),
+    )
 
 
 def _my_group(layout: Layout, at: Coordinate, dimension: str, indices: list[int]) -> dist.ProcessGroup | None:

@@ -9,11 +9,12 @@ Order of construction: check the layout -> cut -> tensor parallel -> recompute -
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.checkpoint.background import SaveProgress
 from megatrain.checkpoint.reader import OpenCheckpoint
-from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.checkpoint.writer import SavePlan, plan_save
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor import batches as host_batches
 from megatrain.executor.engine import EvalResult, StepResult
@@ -36,11 +36,13 @@ from megatrain.mesh.data_parallel import local, shard
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
-from megatrain.mesh.layout import Layout, dropout_keys, split_layers
+from megatrain.mesh.layout import Layout, dropout_keys, split_layers, whole_attention
+from megatrain.mesh.saving import MeshSave, SaveJob, agreed_end
 from megatrain.mesh.schedule import Runner
 from megatrain.mesh.stage import Part, Stage, cut
-from megatrain.mesh.state import MeshState, SavingStore, everyone
+from megatrain.mesh.state import MeshState, agree, everyone
 from megatrain.mesh.tensor import parallelize
+from megatrain.mesh.watchdog import unwatched
 from megatrain.models.build import (
     build_from_memory,
     build_meta_model,
@@ -50,6 +52,7 @@ from megatrain.models.build import (
 )
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
+from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW, unmatched_groups
 
@@ -57,24 +60,6 @@ logger = logging.getLogger(__name__)
 
 ComputeDtype = Literal["bf16", "fp32", "fp64"]
 MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(frozen=True)
-class EndedSave:
-    """A save that has ended well, with the surface of one that runs in the background."""
-
-    seconds: float
-
-    def done(self) -> bool:
-        return True
-
-    def progress(self) -> SaveProgress:
-        return SaveProgress(
-            written_bytes=0, total_bytes=0, seconds=self.seconds, waited_s=0.0, copied_bytes=0, read_back_s=0.0
-        )
-
-    def result(self, timeout_s: float | None = None) -> SaveProgress:
-        return self.progress()
 
 
 class MeshEngine:
@@ -89,6 +74,8 @@ class MeshEngine:
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
+        compile: `auto` compiles the layers on a GPU, `on` everywhere, `off` never. Layers of tensor and context ranks, and those
+            of schedules that go through the graph twice, run eager.
         init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
         seed: Of initialisation and dropout.
         trust_remote_code: Whether code in the model folder may run.
@@ -107,6 +94,7 @@ class MeshEngine:
         optim: AdamW | None = None,
         compute_dtype: ComputeDtype | Literal["auto"] = "auto",
         recompute: bool = False,
+        compile: Literal["auto", "on", "off"] = "auto",
         init: Literal["random", "empty"] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -120,13 +108,23 @@ class MeshEngine:
         self.step = 0
         """Calls of `train_step`, skipped ones included."""
         self.updates = 0
-        self._closed = self._said_wait = False
+        self._closed = False
+        self.watch: Callable[..., contextlib.AbstractContextManager[Any]] = unwatched
+        """(kind, name): what the engine is doing, for a watchdog."""
+        self._saving: MeshSave | None = None
+        self._stepped = False
+        self._on_error: Literal["stop", "warn"] = "stop"
         self._compute = compute_dtype
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
         self._check_model(meta, recompute)
+        self.compiled = compile == "on" or (compile == "auto" and self.device.type == "cuda")
+        """Whether layers are compiled."""
+        if self.compiled and (eager := self._why_eager()):
+            self.compiled = False
+            logger.info("layers run eager: %s", eager)
         self.config = meta.config
         self.structure = take_apart(meta)
         for group in unmatched_groups((n for u in self.structure.units for _, n in u.full_names()), self.optim):
@@ -163,17 +161,21 @@ class MeshEngine:
             learning_rate: Of this step; by default the optimizer's.
         """
         started = time.perf_counter()
-        result = self.backward(batch)
-        self.step += 1
-        if result.tokens == 0:
-            return result
-        assert result.loss is not None and result.grad_norm is not None
-        skipped = _decide(result.loss, result.grad_norm)
-        if skipped is None:
-            self.updates += 1
-            rate = self.optim.learning_rate if learning_rate is None else learning_rate
-            self.gradients.update(result.grad_norm, rate)
-        self.gradients.clear()
+        first, self._stepped = not self._stepped, True
+        with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
+            self._look_at_save()
+            result = self.backward(batch)
+            self.step += 1
+            if result.tokens == 0:
+                return result
+            assert result.loss is not None and result.grad_norm is not None
+            skipped = _decide(result.loss, result.grad_norm)
+            with self.watch("update"):
+                if skipped is None:
+                    self.updates += 1
+                    rate = self.optim.learning_rate if learning_rate is None else learning_rate
+                    self.gradients.update(result.grad_norm, rate)
+                self.gradients.clear()
         seconds = {**result.seconds, "step": time.perf_counter() - started}
         return StepResult(result.loss, result.grad_norm, result.tokens, skipped, seconds)
 
@@ -188,9 +190,10 @@ class MeshEngine:
         for stage in self.stages:
             stage.train()
             stage.loss_divisor = float(tokens)
-        with self._exact(), self._seeded():
+        with self._exact(), self._seeded(), self.watch("forward and backward"):
             loss = self.runner.forward_backward(pieces)
-        found = self.gradients.finish(loss)
+        with self.watch("norm of all ranks"):
+            found = self.gradients.finish(loss)
         return StepResult(found.loss, found.norm, tokens, "gradients only", {"step": time.perf_counter() - started})
 
     def eval_step(self, batch: Batch) -> EvalResult:
@@ -202,11 +205,12 @@ class MeshEngine:
         for stage in self.stages:
             stage.eval()
             stage.loss_divisor = 1.0
-        with self._exact():
-            loss_sum = self.runner.evaluate(pieces)
-        if self.devices.at.tensor > 0:
-            loss_sum.zero_()
-        dist.all_reduce(loss_sum)
+        with self.watch("evaluation"):
+            with self._exact():
+                loss_sum = self.runner.evaluate(pieces)
+            if self.devices.at.tensor > 0:
+                loss_sum.zero_()
+            dist.all_reduce(loss_sum)
         return EvalResult(loss_sum.item(), tokens)
 
     # ---------------------------------------------------------------- state
@@ -250,69 +254,98 @@ class MeshEngine:
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
         then: Callable[[], object] = lambda: None,
-    ) -> EndedSave:
-        """Write a checkpoint in the host engine's format. Collective; returns on every rank when it is on the disk.
+    ) -> MeshSave:
+        """Write a checkpoint in the host engine's format, behind the one that may still be written. Collective.
 
         `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. Rank 0 writes, one
-        gathered unit in memory at a time.
+        gathered unit in memory at a time. See [Note: a mesh save].
 
         Args:
             directory: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
-            wait: Only True is done here; asked for False, it says so once and waits.
+            wait: Return when it is on the disk; otherwise as soon as training may go on.
             weights_only: bf16 weights without training state.
-            on_error, buffer_bytes: Of saves in the background; nothing to do here.
-            then: Called on every rank when the checkpoint is whole and was read back.
+            on_error: What a failure in the background does at the next step: end training on every rank, or warn.
+            buffer_bytes: Host memory of this rank for copies; None: half of what is available, shared with the host's ranks.
+            then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back.
 
         Raises:
-            UserError: On rank 0 for its reason, on the others because rank 0 failed.
+            UserError: It failed before it began, or (`wait`) at all: on rank 0 with the reason, elsewhere because rank 0 failed.
         """
         self._refuse_closed()
         if self._compute == "fp64":
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
-        if not wait and not self._said_wait:
-            self._said_wait = True
-            logger.warning("checkpoint.background was asked for; the mesh engine waits for its saves")
-        started = time.perf_counter()
-        state = {
-            "step": self.step,
-            "updates": self.updates,
-            "seed": self.seed,
-            "loss_scale": None,
-            "extra": extra or {},
-        }
-        store = SavingStore(self.state, self.device)
+        with self.watch("save"):
+            self._end_save()
+            self._on_error = on_error
+            plan = self._planned_save(Path(directory), extra or {}, weights_only)
+            job = SaveJob(Path(directory), plan, weights_only, then)
+            self._saving = save = MeshSave(job, self.state, self.devices.save_group, self.device, buffer_bytes)
+            if wait:
+                save.wait()
+                self._on_error = "stop"
+                self._end_save()
+        return save
+
+    def _planned_save(self, directory: Path, extra: dict[str, Any], weights_only: bool) -> SavePlan | None:
+        """On rank 0; every rank learns whether there is a plan."""
         if dist.get_rank() != 0:
-            if not store.follow():
+            if not agree(True, self.device):
                 raise UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
-        else:
-            written = False
-            try:
-                save_checkpoint(
-                    Path(directory),
-                    structure=self.structure,
-                    store=store,  # type: ignore[arg-type]
-                    buffers=self._buffers,
-                    state=state,
-                    source_folder=self.source_folder,
-                    weights_only=weights_only,
-                )
-                written = True
-            finally:
-                store.finish(written)
-        then()
-        return EndedSave(time.perf_counter() - started)
+            return None
+        state = {
+            "step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra,
+        }  # fmt: skip
+        plan: SavePlan | None = None
+        try:
+            plan = plan_save(
+                directory,
+                structure=self.structure,
+                store=self.state,  # type: ignore[arg-type]
+                buffers=self._buffers,
+                state=state,
+                source_folder=self.source_folder,
+                weights_only=weights_only,
+            )
+        finally:
+            agree(plan is not None, self.device)
+        return plan
+
+    def _look_at_save(self) -> None:
+        """Between two steps: what became of the save in the background, at the same step on every rank. Collective."""
+        if self._saving is not None and agreed_end(self._saving)[0]:
+            self._end_save()
+
+    def _end_save(self) -> None:
+        """Wait for the save in progress on all ranks. Its failure is raised, or a warning, as was asked for. Collective."""
+        if self._saving is None:
+            return
+        ended, self._saving = self._saving, None
+        ended.wait()
+        _, failed = agreed_end(ended)
+        if not failed:
+            return
+        error = ended.error() or UserError("another rank could not save the checkpoint", "MeshEngine.save")
+        if self._on_error == "stop":
+            raise error
+        logger.warning("the checkpoint was not saved, training goes on: %s", error)
 
     def wait_saved(self) -> None:
-        """Nothing to wait for: `save` returns when all is written."""
+        """Wait for the save in progress, if there is one. Collective. Raises as the next step would."""
+        with self.watch("save", "wait for the save"):
+            self._end_save()
 
     def cancel_save(self) -> None:
-        """Nothing to cancel: see `wait_saved`."""
+        """Give a save in progress up; nothing of it is left. For a rank that must end: not collective."""
+        if self._saving is not None:
+            self._saving.cancel()
+            self._saving = None
 
     def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
 
-        Each rank reads the units of which it holds a part.
+        Each rank reads its own parts of the tensors alone, and verifies a share of the checkpoint, so that all together read
+        it twice whatever their number. What the family saves in another form than it computes with is read by whole units.
 
         Args:
             directory: A complete checkpoint of this model.
@@ -325,12 +358,21 @@ class MeshEngine:
             UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
         """
         self._refuse_closed()
+        self.wait_saved()
+        with self.watch("load"):
+            return self._load(Path(directory))
+
+    def _load(self, directory: Path) -> dict[str, Any]:
         state: dict[str, Any] | None = None
         try:
             with OpenCheckpoint(directory, self.structure) as opened:
                 for unit in self.structure.units:
-                    if unit.name in self.state.local_units:
+                    found = opened.boxes(unit, self.state.boxes(unit.name))
+                    if found is not None:
+                        self.state.write_boxes(found)
+                    elif unit.name in self.state.local_units:
                         opened.restore(unit, self.state, self._buffers)  # type: ignore[arg-type]
+                opened.verify_share(dist.get_rank(), dist.get_world_size())
                 state = opened.state
         finally:
             complete = everyone(state is not None, self.device)
@@ -373,6 +415,12 @@ class MeshEngine:
 
     def close(self) -> None:
         """Let go of the model. A closed engine refuses every further call; process groups stay the caller's."""
+        if self._saving is not None:  # what it writes is worth having; the other ranks are in it too
+            with self.watch("save", "wait for the last save"):
+                self._saving.wait()
+            error, self._saving = self._saving.error(), None
+            if error is not None:
+                logger.error("the checkpoint was not saved: %s", error)
         self._closed = True
         self.stages.clear()
 
@@ -430,6 +478,30 @@ class MeshEngine:
             )
         if problems:
             raise UserError("; ".join(problems), "MeshEngine")
+        if whole_attention(meta.config, self.layout.tensor):
+            logger.warning(
+                "the model's heads do not divide over %d tensor ranks: each of them computes the whole attention",
+                self.layout.tensor,
+            )
+
+    def _why_eager(self) -> str | None:
+        layout = self.layout
+        if layout.tensor > 1 or layout.context > 1:
+            return "tensor and context ranks exchange tokens inside a layer"
+        if layout.pipeline > 1 and layout.kind.splits_backward:
+            return f"schedule {layout.schedule} goes through a layer's graph twice"
+        return "fp64 is for tests" if self._compute == "fp64" else None
+
+    def _compile_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Let equal layers run one compiled function, with their own weights. See [Note: template groups] in templates.py.
+
+        The function's module is a copy on meta, made before FSDP puts its hooks on the layer: they stay outside.
+        """
+        codes: dict[int, LayerCode] = {}
+        for layer, group in zip(layers, template_groups(layers), strict=True):
+            if group not in codes:
+                codes[group] = LayerCode(copy.deepcopy(layer), f"layer_{group}", compiled=True)
+            layer.forward = functools.partial(_run_code, codes[group], layer)
 
     def _make_stage(self, meta: nn.Module, part: Part, recompute: bool) -> tuple[Stage, Any]:
         layout = self.layout
@@ -441,6 +513,8 @@ class MeshEngine:
             stage.token_map = self._token_map
         if self._compute == "fp64":
             stage.checkpoint_kwargs["context_fn"] = exact.both
+        if self.compiled:
+            self._compile_layers(stage.own_layers())
         if recompute:
             for layer in stage.own_layers():
                 layer.forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)  # type: ignore[method-assign]
@@ -485,12 +559,21 @@ class MeshEngine:
             raise EngineClosed("the engine is closed")
 
 
+def _run_code(code: LayerCode, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward, while FSDP has its weights there."""
+    return code("keep", {**dict(layer.named_parameters()), **dict(layer.named_buffers())}, args, kwargs)
+
+
 def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
-    """Which layers each stage gets, by parameters."""
+    """Which layers each stage gets: as the layout says, or even by parameters."""
     layers = [unit.layout.param_count for unit in structure.layers]
     embedding, head = structure.embedding.layout.param_count, structure.head.layout.param_count
     head += sum(_numel(_shape(structure, owner)) for owner in structure.tied.values())
-    cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
+    if layout.stage_layers is not None:
+        starts = [sum(layout.stage_layers[:s]) for s in range(layout.stages + 1)]
+        cuts = [range(a, b) for a, b in itertools.pairwise(starts)]
+    else:
+        cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
     return [Part(index, layout.stages, part) for index, part in enumerate(cuts)]
 
 

@@ -1,17 +1,33 @@
-"""This process among others: what torchrun's environment says, and the process group."""
+"""This process among others: what torchrun's environment says, and the process group.
+
+[Note: one store, many attempts]
+When torchrun restarts its processes they meet in the same store as before, unless told otherwise
+(`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`), and find the addresses that the dead ones left: gloo connects to nobody, NCCL waits for
+ever. Restart counts do not help, because the agents of different nodes count differently. So the ranks agree on a prefix that
+was never used before: each says hello with a random word, rank 0 publishes the list of the words it sees with a word of its own,
+and a rank that finds its own word of today in the list takes rank 0's as the prefix. Rank 0 publishes again until all have.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatrain.errors import UserError
 
 TIMEOUT_S = 600
-"""A collective that takes longer is a hang."""
+"""A collective that takes longer is a hang, where nothing else is said."""
+_shared: Any = None
+"""The store of the latest `join` under torchrun, whatever its attempt."""
 
 
 def world_size() -> int:
@@ -44,16 +60,68 @@ def device_of_rank(device: str | torch.device) -> torch.device:
     return found
 
 
-def join(device: torch.device) -> None:
-    """Make the default process group unless there is one. Without torchrun it has one member and needs no network."""
+def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+    """Make the default process group unless there is one. Without torchrun it has one member and needs no network.
+
+    Args:
+        device: Of this rank.
+        timeout_s: A collective that takes longer ends the process.
+    """
+    global _shared
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # A failed or late collective ends the process, so that torchrun starts all again. The default of the releases used here;
+    # said for those where it is not.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        shared, number, size = next(iter(rendezvous("env://", timeout=timeout)))
+        _shared = shared
+        prefix = fresh_prefix(shared, number, size)
+        store = dist.PrefixStore(prefix, shared)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def note_begun(folder: Path) -> None:
+    """This job has begun the run in `folder`: an attempt that torchrun makes after this one may go on there."""
+    if _shared is not None:
+        _shared.set(f"megatrain/begun/{folder.absolute()}", "")
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether an earlier attempt of the same job has begun the run in `folder`. False where the store went with it."""
+    return _shared is not None and _shared.check([f"megatrain/begun/{folder.absolute()}"])
+
+
+def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> str:
+    """A word for this start of all ranks, the same on each. See [Note: one store, many attempts].
+
+    Raises:
+        UserError: Not all ranks came in time.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"megatrain/hello/{rank}", word)
+    deadline = time.monotonic() + timeout_s
+    published = None
+    while time.monotonic() < deadline:
+        if rank == 0:
+            here = [r for r in range(world) if store.check([f"megatrain/hello/{r}"])]
+            roster = json.dumps([word, *((r, store.get(f"megatrain/hello/{r}").decode()) for r in here)])
+            if roster != published:
+                store.set("megatrain/roster", roster)
+                published = roster
+            if world == 1 or store.check([f"megatrain/{word}/{r}" for r in range(1, world)]):
+                return word
+        elif store.check(["megatrain/roster"]):
+            first, *hellos = json.loads(store.get("megatrain/roster"))
+            if [rank, word] in hellos:
+                store.set(f"megatrain/{first}/{rank}", "")
+                return first
+        time.sleep(0.02)
+    raise UserError(f"not all {world} processes have come within {timeout_s:.0f} s", "torchrun")

@@ -103,6 +103,7 @@ class Layout:
         schedule: One of `SCHEDULES`; without pipeline ranks it is not used.
         microbatches: Pieces into which each data rank cuts its rows, run one after the other. None is as few as the
             schedule allows.
+        stage_layers: Layers of each stage, in the order of the model. None is even by parameters.
     """
 
     tensor: int = 1
@@ -114,6 +115,7 @@ class Layout:
     sequence: bool = True
     schedule: str = "1f1b"
     microbatches: int | None = None
+    stage_layers: tuple[int, ...] | None = None
 
     # ---------------------------------------------------------------- numbers
 
@@ -300,6 +302,11 @@ class Layout:
                 f"{layers} layers cannot fill pipeline {self.pipeline} x virtual {self.virtual} = {self.stages} stages; "
                 + (f"pipeline {fits[-1]} would fit" if fits else f"virtual {layers // self.pipeline or 1} would fit")
             )
+        given = self.stage_layers
+        if given is not None and (len(given) != self.stages or sum(given) != layers or min(given) < 1):
+            yield (
+                f"stage_layers {list(given)} are not {self.stages} stages with {layers} layers in all, at least one each"
+            )
 
     def _tensor_problems(self, config: Any) -> Iterator[str]:
         if self.tensor == 1:
@@ -321,13 +328,7 @@ class Layout:
                     f"{config.model_type}'s plan uses the styles {', '.join(unknown)}, which are not supported; "
                     "tensor 1 would fit"
                 )
-        for name in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "num_experts",
-            "num_local_experts",
-        ):
+        for name in ("intermediate_size", "num_experts", "num_local_experts"):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
                 yield f"{name} {value} is not a multiple of tensor {self.tensor}; {_divisors(value)} would fit"
@@ -349,6 +350,13 @@ class Layout:
                 f"{name} {getattr(config, name)} would differ between the ranks of a tensor or context group; "
                 f"set it to 0 or take tensor 1, context 1"
             )
+
+
+def whole_attention(config: Any, tensor: int) -> bool:
+    """Whether the heads of a model do not divide over the tensor ranks, so that each of them computes the whole attention."""
+    text = config.get_text_config()
+    counts = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    return any(isinstance(count, int) and count % tensor != 0 for count in counts)
 
 
 def dropout_keys(config: Any) -> list[str]:

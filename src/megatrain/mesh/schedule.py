@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from megatrain.mesh.actions import Action, ActionClock, one_forward_one_backward, table_of
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.stage import Stage
 
@@ -42,10 +43,28 @@ Microbatches = Sequence[dict[str, torch.Tensor]]
 
 
 class _TorchStage(PipelineStage):
+    """torch's stage, with its actions timed."""
+
+    clock: ActionClock
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch 2.11 and 2.12 exchange a number with the neighbouring stages first, to set up NCCL's communicators. Where stages
-        # run down the ranks and up again the neighbour may be this very rank, and gloo, which has nothing to set up, refuses.
-        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+        # run down the ranks and up again the neighbour may be this very rank, which torch refuses; gloo has nothing to set up.
+        if self.device.type == "cpu":
+            return []
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.action("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        with self.clock.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.action("W", self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class Runner:
@@ -64,6 +83,18 @@ class Runner:
         self._hidden_size, self._hidden_dtype = hidden
         self._group = devices.mesh["pipeline"].get_group()
         self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._latest: Any = None
+        self.clock = ActionClock(devices.device)
+        """The actions of the latest `forward_backward`."""
+
+    def table(self) -> list[list[Action]]:
+        """The actions of every pipeline rank in the latest `forward_backward`, in order."""
+        pieces = self._layout.pieces
+        if self._layout.pipeline == 1:
+            return [[Action(kind, 0, m) for m in range(pieces) for kind in ("F", "B")]]
+        if self._layout.schedule == "1f1b":
+            return one_forward_one_backward(self._layout.pipeline, pieces)
+        return table_of(self._latest, self._layout.pipeline)
 
     def forward_backward(self, microbatches: Microbatches) -> torch.Tensor:
         """Gradients of all microbatches into the parameters' `.grad`, reduced over the fsdp ranks.
@@ -71,6 +102,7 @@ class Runner:
         Returns:
             The loss of this rank's last stage, zero on ranks without it: a scalar.
         """
+        self.clock.start()
         if self._layout.pipeline == 1:
             return self._loop(microbatches)
         names = sorted(microbatches[0])
@@ -83,17 +115,20 @@ class Runner:
         losses: list[torch.Tensor] = []
         args = (ids,) if self.stages[0].part.first else ()
         target = torch.zeros(len(microbatches)) if self.stages[-1].part.last else None
-        self._schedules[key].step(*args, target=target, losses=losses, **joined)
+        self._latest = self._schedules[key]
+        self._latest.step(*args, target=target, losses=losses, **joined)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
 
     def _loop(self, microbatches: Microbatches) -> torch.Tensor:
         """Without a pipeline: gradients are reduced after each microbatch, so only sharded ones add up in memory."""
         (stage,) = self.stages
         total = self._zero()
-        for microbatch in microbatches:
+        for number, microbatch in enumerate(microbatches):
             inputs = dict(microbatch)
-            loss = stage(inputs.pop("input_ids"), **inputs).sum()
-            loss.backward()
+            with self.clock.action("F", 0, number):
+                loss = stage(inputs.pop("input_ids"), **inputs).sum()
+            with self.clock.action("B", 0, number):
+                loss.backward()
             total += loss.detach()
         return total
 
@@ -160,7 +195,7 @@ class Runner:
         ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         loss_dtype = torch.float64 if self._hidden_dtype == torch.float64 else torch.float32
         loss = torch.empty((1,), dtype=loss_dtype, device="meta", requires_grad=True)
-        return _TorchStage(
+        made = _TorchStage(
             stage,
             stage.part.index,
             stage.part.count,
@@ -169,3 +204,5 @@ class Runner:
             output_args=loss if stage.part.last else hidden,
             group=self._group,
         )
+        made.clock = self.clock
+        return made

@@ -1,8 +1,8 @@
 """The state of all ranks in the shape that loading and saving expect: units with a fp32 master and moments m, v.
 
 The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
-what they write into it, every rank cuts its boxes from; what they read from it on rank 0 is gathered, one unit at a time. So both
-engines share one checkpoint format, and any layout reads any other's.
+what they write into it, every rank cuts its boxes from; for saving, a unit is gathered on rank 0 (saving.py). So both engines
+share one checkpoint format, and any layout reads any other's.
 
 [Note: who sends what]
 Every element has one sender: the first replicate rank, the first tensor rank of what tensor ranks share, the first stage of what
@@ -12,7 +12,8 @@ is tied. A parameter is gathered by point-to-point messages of exactly these box
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,26 @@ class MeshState:
                     own = local(state[key])
                     own.copy_(unit.layout.view(plane, entry_name)[held.box.slices].reshape(own.shape))
 
+    def boxes(self, unit: str) -> dict[str, list[tuple[slice, ...]]]:
+        """What this rank holds of a unit's parameters: name -> the box of each end of a tie, or of the one there is."""
+        return {
+            full: [h.box.slices for h in self._held[full]]
+            for _, full in self._unit(unit).full_names()
+            if full in self._held
+        }
+
+    @torch.no_grad()
+    def write_boxes(self, found: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Fill masters and moments from the (3, box) of every box of `boxes`."""
+        for name, values in found.items():
+            for held, value in zip(self._held[name], values, strict=True):
+                state = held.optimizer.state[held.parameter]
+                own = local(held.parameter)
+                own.copy_(value[0].reshape(own.shape))
+                for key, moment in (("exp_avg", value[1]), ("exp_avg_sq", value[2])):
+                    state[key] = torch.zeros_like(held.parameter)
+                    local(state[key]).copy_(moment.reshape(own.shape))
+
     def set_updates(self, updates: int) -> None:
         """The number of updates behind the moments that were restored."""
         for held in (h for several in self._held.values() for h in several):
@@ -113,36 +134,51 @@ class MeshState:
 
     # ---------------------------------------------------------------- out
 
-    def on_host(self, name: str) -> UnitPlanes:
-        """A unit's planes, gathered. Collective: rank 0 gets them, the other ranks get empty ones."""
-        unit = self._unit(name)
-        main = dist.get_rank() == 0
-        planes = _empty_planes(unit) if main else _no_planes(unit)
-        for entry_name, full in unit.full_names():
-            for rank, boxes in enumerate(self._senders):
-                if full not in boxes:
-                    continue
-                values = self._triple(full) if self._sent is boxes or rank == dist.get_rank() else None
-                if rank != 0 and values is not None:
-                    dist.send(values, dst=0)
-                if main:
-                    if values is None:
-                        sizes = (3, *boxes[full].sizes)
-                        values = torch.empty(sizes, dtype=torch.float32, device=self._devices.device)
-                        dist.recv(values, src=rank)
-                    for plane, value in zip((planes.hi, planes.m, planes.v), values.cpu(), strict=True):
-                        unit.layout.view(plane, entry_name)[boxes[full].slices] = value
-        return planes
+    def sent_names(self, unit: str) -> list[str]:
+        """Parameters of a unit of which this rank sends a box. See [Note: who sends what]."""
+        return [full for _, full in self._unit(unit).full_names() if full in self._sent]
 
-    def _triple(self, name: str) -> torch.Tensor:
-        """(3, box): this rank's master, m and v in fp32."""
+    def sent_bytes(self, unit: str, planes: int) -> int:
+        """Of what `part` gives for them."""
+        return 4 * planes * sum(math.prod(self._sent[name].sizes) for name in self.sent_names(unit))
+
+    def part(self, name: str, planes: int) -> torch.Tensor:
+        """(planes, box): this rank's master, and with 3 planes m and v, in fp32: a copy on its device."""
         held = self._held[name][0]
         state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
-        master = local(held.parameter.detach()).float()
-        moments = [
-            local(state[key]).float() if key in state else torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")
-        ]
-        return torch.stack([master, *moments]).reshape(3, *held.box.sizes).contiguous()
+        values = [local(held.parameter.detach()).float()]
+        for key in ("exp_avg", "exp_avg_sq")[: planes - 1]:
+            values.append(local(state[key]).float() if key in state else torch.zeros_like(values[0]))
+        return torch.stack(values).reshape(planes, *held.box.sizes)
+
+    def gather(
+        self, name: str, read: Callable[[str], torch.Tensor], group: dist.ProcessGroup, planes: int
+    ) -> UnitPlanes:
+        """A unit's planes. Collective: rank 0 gets them, the other ranks get empty ones.
+
+        Args:
+            name: The unit.
+            read: Gives what `part` gives, now or from a copy, on the CPU.
+            group: All ranks, with gloo.
+            planes: 3, or 1 for masters alone: m and v are zero then.
+        """
+        unit, me = self._unit(name), dist.get_rank()
+        whole = _empty_planes(unit) if me == 0 else _no_planes(unit)
+        for entry_name, full in unit.full_names():
+            for rank, boxes in enumerate(self._senders):
+                if full not in boxes or me not in (rank, 0):
+                    continue
+                if rank != me:
+                    values = torch.empty((planes, *boxes[full].sizes), dtype=torch.float32)
+                    dist.recv(values, src=rank, group=group)
+                else:
+                    values = read(full)
+                if me != 0:
+                    dist.send(values, dst=0, group=group)
+                    continue
+                for plane, value in zip((whole.hi, whole.m, whole.v), values, strict=False):
+                    unit.layout.view(plane, entry_name)[boxes[full].slices] = value
+        return whole
 
     def _unit(self, name: str) -> Unit:
         return next(unit for unit in self._structure.units if unit.name == name)
@@ -170,36 +206,3 @@ def everyone(ok: bool, device: torch.device) -> bool:
     word = torch.tensor([int(ok)], device=device)
     dist.all_reduce(word, op=dist.ReduceOp.MIN)
     return bool(word.item())
-
-
-class SavingStore:
-    """On rank 0, the store that `save_checkpoint` reads from; the other ranks `follow`.
-
-    Rank 0 names each unit before it is gathered, so that an error there (a full disk) ends the waiting everywhere.
-    """
-
-    FINISHED, FAILED = -1, -2
-
-    def __init__(self, state: MeshState, device: torch.device):
-        self._state, self._device = state, device
-        self.units = state.units
-        self._names = list(state.units)
-
-    def on_host(self, name: str) -> UnitPlanes:
-        self._say(self._names.index(name))
-        return self._state.on_host(name)
-
-    def finish(self, ok: bool) -> None:
-        """On rank 0: the end, good or bad."""
-        self._say(self.FINISHED if ok else self.FAILED)
-
-    def follow(self) -> bool:
-        """On the other ranks: send what rank 0 asks for. Returns whether rank 0 finished."""
-        while (word := self._say(0)) >= 0:
-            self._state.on_host(self._names[word])
-        return word == self.FINISHED
-
-    def _say(self, word: int) -> int:
-        said = torch.tensor([word], device=self._device)
-        dist.broadcast(said, src=0)
-        return int(said.item())

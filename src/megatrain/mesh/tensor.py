@@ -8,6 +8,11 @@ reverse backward. torch's `ColwiseParallel` alone would gather, and in the backw
 Norms are replicated and see their own tokens only, so their gradients are partial sums until FSDP reduces them or
 `gradients.settle` does.
 
+[Note: whole attention]
+Where heads, or key-value heads, do not divide, every rank computes the whole attention: it gathers the tokens, its projections
+are replicated, and it keeps its own tokens of the output. All ranks then have the same gradients of these parameters, nothing is
+added up. That costs the attention's work on every rank; the MLP, embedding and head are split as ever.
+
 [Note: vocabulary]
 Embedding and head are split by rows of the vocabulary as `torch.chunk` splits them: ceil(V / tensor) rows each, fewer on the
 last rank. Logits are never gathered.
@@ -26,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -38,6 +43,7 @@ from torch.distributed.tensor.parallel import (
 from megatrain.errors import UserError
 from megatrain.loss import IGNORED
 from megatrain.mesh.experts import MixtureBlock, OwnExperts, Router
+from megatrain.mesh.layout import whole_attention
 from megatrain.mesh.stage import Stage
 from megatrain.models.structure import Structure
 
@@ -60,6 +66,35 @@ class GatherTokens(ParallelStyle):
         return module
 
 
+class Whole(ParallelStyle):
+    """A module that every rank computes alike, on all tokens. Its parameters are replicated, and so are their gradients.
+
+    Args:
+        split_tokens: The output (B, L, D) becomes this rank's tokens (B, S, D).
+    """
+
+    def __init__(self, split_tokens: bool = False):
+        super().__init__()
+        self._split_tokens = split_tokens
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        leave: Any = self._leave  # torch's annotation says that it returns nothing
+        return distribute_module(module, device_mesh, self._replicate, self._enter, leave)
+
+    def _replicate(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+    @staticmethod
+    def _enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        (given,) = inputs
+        return given if isinstance(given, DTensor) else DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+
+    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> torch.Tensor:
+        return (output.redistribute(placements=[Shard(TOKEN_DIM)]) if self._split_tokens else output).to_local()
+
+
 def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
     """Split a stage's modules, on meta or real, over the tensor group. Ties between embedding and head stay ties.
 
@@ -75,7 +110,7 @@ def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
     for index in stage.part.layers:
         prefix = f"{structure.layers_name}.{index}"
         layer = stage.model.get_submodule(prefix)
-        styles = _layer_styles(layer, prefix, structure, plan)
+        styles = _layer_styles(layer, prefix, structure, plan, whole_attention(stage.model.config, mesh.size()))
         _parallelize(layer, mesh, styles)
     tied = _tied_edges(stage, structure)
     _parallelize(stage.model, mesh, _edge_styles(stage, structure))
@@ -109,16 +144,18 @@ def _full_plan(model: nn.Module, structure: Structure) -> dict[str, str]:
 
 
 def _layer_styles(
-    layer: nn.Module, prefix: str, structure: Structure, plan: Mapping[str, str]
+    layer: nn.Module, prefix: str, structure: Structure, plan: Mapping[str, str], whole: bool
 ) -> dict[str, ParallelStyle]:
-    """Style of each module of one layer, by its name inside the layer."""
+    """Style of each module of one layer, by its name inside the layer. `whole`: see [Note: whole attention]."""
     found = {name: _planned_style(f"{prefix}.{name}", plan) for name, _ in layer.named_modules() if name}
     # Inside these blocks tokens are whole, so a norm there needs a plan of its own.
     blocks = {name.rpartition(".")[0] for name, style in found.items() if style == "colwise"}
     styles: dict[str, ParallelStyle] = {block: GatherTokens() for block in blocks}
     for name, style in found.items():
         module = layer.get_submodule(name)
-        if style == "colwise":
+        if whole and style is not None and name.rpartition(".")[0].endswith("attn"):
+            styles[name] = Whole(split_tokens=style == "rowwise")
+        elif style == "colwise":
             styles[name] = ColwiseParallel()
         elif style == "rowwise":
             styles[name] = RowwiseParallel(output_layouts=Shard(TOKEN_DIM))

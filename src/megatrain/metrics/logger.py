@@ -216,9 +216,20 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
         f"{record.step_s:.2f} s ({split})" if split else f"{record.step_s:.2f} s",
         f"ETA {timedelta(seconds=round(left_s))}",
     ]
+    parts += _mesh_parts(record)
     if record.skipped:
         parts.append(f"SKIPPED: {record.skipped}")
     return "  ".join(parts)
+
+
+def _mesh_parts(record: StepRecord) -> list[str]:
+    """Of a run on many processes: `MFU 45.1%  bubble 0.12 (0.09 simulated)`."""
+    found = []
+    if "mfu" in record.mesh:
+        found.append(f"MFU {record.mesh['mfu']:.1%}")
+    if "bubble" in record.mesh:
+        found.append(f"bubble {record.mesh['bubble']:.2f} ({record.mesh['bubble_simulated']:.2f} simulated)")
+    return found
 
 
 def bar_text(record: StepRecord, left_s: float) -> str:

@@ -47,6 +47,7 @@ class StepRecord:
     host_rss_bytes: int
     device_peak_bytes: int | None = None  # most device memory so far; None on the CPU
     pipeline: PipelineRecord | None = None  # where the step's time went; None: not measured
+    mesh: dict[str, Any] = field(default_factory=dict)  # engine: mesh: what all ranks say together, by name
 
 
 _KNOWN = frozenset(item.name for item in fields(StepRecord))

@@ -97,11 +97,15 @@ def test_memory_by_formula(big: Job) -> None:
 def test_keeping_costs_what_layers_save(big: Job) -> None:
     layout = Layout(pipeline=2, shard=32, microbatches=8)
     kept, again = (heaviest_rank(big, Way(layout, recompute)) for recompute in (False, True))
-    saved = saved_by_layer(big, Way(layout, False), 0)
+    saved, eager = (
+        saved_by_layer(replace(big, practice=Practice(compiled=which)), Way(layout, False), 0)
+        for which in ("plain", "none")
+    )
     assert (
         kept.lines["activations of microbatches in flight"] > 10 * again.lines["activations of microbatches in flight"]
     )
-    assert saved == pytest.approx(1.7 * big.inventory.shape.costs[0].saved_bytes.at(4096) * 4096)
+    assert saved == pytest.approx(big.inventory.shape.costs[0].saved_bytes.at(4096) * 4096)
+    assert eager == pytest.approx(1.7 * saved)
 
 
 def test_context_ranks_hold_fewer_tokens(big: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ def test_every_layout_fills_the_world(job: Jobs) -> None:
 def test_what_is_refused_is_counted_by_reason(job: Jobs, config: Configs) -> None:
     refused: Counter[str] = Counter()
     kept = list(ways(job("llama", rows=64), config("llama"), refused))
-    assert refused["key-value heads do not divide by tensor"] > 0
+    assert refused["heads do not divide by tensor: every rank would compute the whole attention"] > 0
     assert all(not way.layout.problems(config("llama"), 64, 64) for way in kept)
     assert not any(way.recompute and way.layout.pipeline > 1 and way.layout.kind.splits_backward for way in kept)
 
@@ -80,7 +81,7 @@ def test_your_own_layout_is_refused_with_all_reasons(job: Jobs, config: Configs)
     assert found.verdict is None
     text = "\n".join(found.problems)
     assert "105 ranks, but there are 64 processes" in text
-    assert "num_attention_heads 32 is not a multiple" in text
+    assert "intermediate_size 14336 is not a multiple of tensor 3" in text
 
 
 def test_your_own_layout_that_does_not_fit_gets_its_ledger(job: Jobs, config: Configs) -> None:
@@ -88,6 +89,14 @@ def test_your_own_layout_that_does_not_fit_gets_its_ledger(job: Jobs, config: Co
     (problem,) = found.problems
     assert found.verdict is not None
     assert "masters, moments, gradients" in problem and "GiB of" in problem
+
+
+def test_your_own_layout_with_heads_that_do_not_divide_says_so(job: Jobs, config: Configs) -> None:
+    one_key = copy.deepcopy(config("8b"))
+    one_key.num_key_value_heads = 1
+    found = look_at(job("8b"), one_key, Way(Layout(tensor=2, shard=32, microbatches=8), True))
+    assert not found.problems
+    assert found.note is not None and "whole attention" in found.note
 
 
 def test_what_fits_nowhere_is_refused_with_the_ledger(job: Jobs, config: Configs) -> None:

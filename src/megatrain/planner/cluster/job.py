@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Literal
 
 from megatrain.machine.cluster import Cluster
 from megatrain.mesh.layout import Layout
@@ -16,21 +16,23 @@ class Practice:
     """How an engine computes a layer, where engines differ.
 
     Attributes:
-        compiled: Pointwise work is fused.
+        compiled: In which layers pointwise work is fused: `all`, `none`, or `plain` ones, whose ranks exchange nothing inside and
+            whose backward is whole.
         tensor_overlap: Share of the tensor collectives that is hidden under matrix products.
         gathers_ahead: With a pipeline, all stages' parameters are gathered from the start of the step on, not when the first
             microbatch arrives.
         context_attention: Work of context-parallel attention as a multiple of the causal half. A dense mask is 2.
     """
 
-    compiled: bool = False
+    compiled: Literal["all", "plain", "none"] = "plain"
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
     context_attention: float = 2.0
 
 
 ENGINE = Practice()
-"""The mesh engine: eager layers, collectives in the open, parameters gathered at need, a dense mask with context parallel."""
+"""The mesh engine: compiled layers where it can, collectives in the open, parameters gathered at need, a dense mask with
+context parallel."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,15 @@ class Job:
     compute_bytes: int = 2
     background: bool = True
 
-    @cached_property
-    def options(self) -> Options:
+    def compiled(self, layout: Layout) -> bool:
+        """Whether the layers of a layout are fused."""
+        splits = layout.pipeline > 1 and layout.kind.splits_backward
+        plain = layout.tensor == layout.context == 1 and not splits
+        return self.practice.compiled == "all" or (self.practice.compiled == "plain" and plain)
+
+    def options(self, layout: Layout) -> Options:
         """As the formulas of one GPU's layers take them."""
-        return Options(compute="fp32" if self.compute_bytes == 4 else "bf16", compiled=self.practice.compiled)
+        return Options(compute="fp32" if self.compute_bytes == 4 else "bf16", compiled=self.compiled(layout))
 
 
 @dataclass(frozen=True)

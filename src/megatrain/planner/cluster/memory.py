@@ -85,10 +85,12 @@ def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[st
 def _activation_lines(
     job: Job, way: Way, parts: Sequence[Part], rank: int, actions: Sequence[Action], saved: Sequence[float]
 ) -> dict[str, float]:
-    """Args:
-    parts: Of all stages.
-    actions: The rank's row of the schedule's table.
-    saved: By template group, what a layer saves of a microbatch.
+    """What comes with the batch. See [Note: activations].
+
+    Args:
+        parts: Of all stages.
+        actions: The rank's row of the schedule's table.
+        saved: By template group, what a layer saves of a microbatch.
     """
     layout, shape = way.layout, job.inventory.shape
     own = [parts[stage] for stage in layout.stages_of(rank)]
@@ -115,7 +117,7 @@ def _activation_lines(
 def saved_by_layer(job: Job, way: Way, group: int) -> float:
     """Bytes that a layer saves for its backward, of one microbatch on one rank. See [Note: activations]."""
     layout, shape, tokens = way.layout, job.inventory.shape, way.tokens(job.step)
-    eager = 1.0 if job.practice.compiled else EAGER_FACTOR
+    eager = 1.0 if job.compiled(layout) else EAGER_FACTOR
     width = shape.hidden * job.compute_bytes
     saved = shape.costs[group].saved_bytes.at(job.step.tokens) * job.compute_bytes / 2 * eager * tokens
     gathered = 2 * width * tokens * (1.0 - 1.0 / layout.tensor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.errors import PlanRefused
-from megatrain.mesh.layout import Layout
+from megatrain.mesh.layout import Layout, whole_attention
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
 from megatrain.planner.cluster.memory import heaviest_rank
@@ -19,6 +19,8 @@ from megatrain.planner.plan import gib
 CHECKED = 3
 """Of the best layouts so many are built on a fake process group; each takes a second or two."""
 
+WHOLE_ATTENTION = "heads do not divide by tensor: every rank computes the whole attention, which is not counted here"
+
 
 @dataclass(frozen=True)
 class Yours:
@@ -27,11 +29,13 @@ class Yours:
     Attributes:
         verdict: None where it cannot run.
         problems: Why it cannot, memory included; empty where it can.
+        note: What the verdict leaves out, if anything.
     """
 
     layout: Layout
     verdict: Verdict | None
     problems: tuple[str, ...]
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ def look_at(job: Job, config: Any, way: Way) -> Yours:
             f"pipeline rank {verdict.memory.pipeline_rank} needs {gib(verdict.memory.nbytes)} of {gib(allowed)}: "
             + _ledger(verdict.memory.lines)
         )
-    return Yours(layout, verdict, tuple(problems))
+    whole = layout.tensor > 1 and whole_attention(config, layout.tensor)
+    return Yours(layout, verdict, tuple(problems), WHOLE_ATTENTION if whole else None)
 
 
 def _ledger(lines: Mapping[str, float]) -> str:

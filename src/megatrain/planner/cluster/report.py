@@ -68,6 +68,8 @@ def _yours(plan: ClusterPlan) -> Iterator[str]:
         f"        {yours.verdict.step_s:.2f} s a step, {slower:+.0%} against the first; {gib(yours.verdict.memory.nbytes)}; "
         f"{_reasons(yours.verdict)}"
     )
+    if yours.note is not None:
+        yield f"        {yours.note}"
 
 
 def _first(plan: ClusterPlan) -> Iterator[str]:

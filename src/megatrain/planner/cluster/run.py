@@ -55,8 +55,9 @@ def plan_cluster_run(run: RunConfig, *, machine_file: str | Path, world: int) ->
         compute_bytes=4 if run.precision.compute_dtype == "fp32" else 2,
         trust_remote_code=run.model.trust_remote_code,
     )
-    job = replace(job, background=run.checkpoint.background)
-    return plan_cluster(job, config, yours=_own_way(run), steps=run.schedule.steps)
+    practice = replace(job.practice, compiled="plain" if run.activations.compile == "auto" else "none")
+    job = replace(job, background=run.checkpoint.background, practice=practice)
+    return plan_cluster(job, config, yours=_own_way(run, world), steps=run.schedule.steps)
 
 
 def job_of(
@@ -76,10 +77,10 @@ def job_of(
     return Job(Inventory.of(take_apart(meta), shape), cluster, world, step, practice, compute_bytes)
 
 
-def _own_way(run: RunConfig) -> Way | None:
+def _own_way(run: RunConfig, world: int) -> Way | None:
     """What the file's `parallel` section says, None if it says nothing."""
     if run.parallel == ParallelConfig():
         return None
-    layout = Layout(**run.parallel.model_dump())
+    layout = Layout(**run.parallel.sizes_for(world))
     splits = layout.pipeline > 1 and layout.kind.splits_backward
     return Way(layout, recompute=not splits and run.activations.policy != "keep")

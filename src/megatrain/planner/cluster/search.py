@@ -15,7 +15,7 @@ from typing import Any
 
 from megatrain.errors import UserError
 from megatrain.mesh.gate import verify_family_cut
-from megatrain.mesh.layout import SCHEDULES, Layout, dropout_keys
+from megatrain.mesh.layout import SCHEDULES, Layout, dropout_keys, whole_attention
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, estimate, judge
 from megatrain.planner.cluster.memory import RankMemory, heaviest_rank, state_bytes
@@ -34,8 +34,6 @@ REASONS = {
     "cannot fill": "more stages than layers",
     "rows per step": "fewer rows than data ranks x microbatches",
     "rounds of schedule": "microbatches do not divide into the schedule's rounds",
-    "num_key_value_heads": "key-value heads do not divide by tensor",
-    "num_attention_heads": "attention heads do not divide by tensor",
     "intermediate_size": "intermediate_size does not divide by tensor",
     "has not been proven": "the family has not been proven with this dimension",
     "plan uses the styles": "the family's tensor-parallel plan is not supported",
@@ -109,6 +107,9 @@ def ways(job: Job, config: Any, refused: Counter[str]) -> Iterator[Way]:
     for layout in layouts(job):
         if cannot_be_cut and layout.pipeline > 1:
             refused["the family cannot be cut into pipeline stages"] += 1
+            continue
+        if layout.tensor > 1 and whole_attention(config, layout.tensor):
+            refused["heads do not divide by tensor: every rank would compute the whole attention"] += 1
             continue
         problems = layout.problems(config, job.world, job.step.rows)
         for problem in problems:

@@ -142,7 +142,7 @@ def _layer(job: Job, way: Way, cost: LayerCost, groups: _Groups) -> tuple[Pass, 
     layout, tokens, row = way.layout, way.tokens(job.step), job.step.tokens
     if layout.context > 1:
         cost = replace(cost, attention_flops=_times(cost.attention_flops, job.practice.context_attention))
-    work = layer_work(cost, row, tokens, tokens, job.cluster, job.options)
+    work = layer_work(cost, row, tokens, tokens, job.cluster, job.options(layout))
     share = 1.0 / layout.tensor
     # entry and exit of attention and of the MLP; see mesh/tensor.py
     tensor = 4 * groups.tensor.gather(_hidden_bytes(job, way)) * (1.0 - job.practice.tensor_overlap)
@@ -158,7 +158,7 @@ def _layer(job: Job, way: Way, cost: LayerCost, groups: _Groups) -> tuple[Pass, 
 def _head(job: Job, way: Way, groups: _Groups) -> tuple[Pass, Pass, float]:
     """(forward, backward, of which weights) of final norm, logits and loss."""
     layout, tokens = way.layout, way.tokens(job.step)
-    slow = (1.0 if job.practice.compiled else EAGER_TIME) * (FP32_TIME if job.compute_bytes == 4 else 1.0)
+    slow = (1.0 if job.compiled(layout) else EAGER_TIME) * (FP32_TIME if job.compute_bytes == 4 else 1.0)
     rate = job.cluster.matrix_tflops * 1e12 * HEAD_FRACTION * tokens / (tokens + SHORT_CHUNK_TOKENS / 4) / slow
     once = 2.0 * job.inventory.shape.head_matrix * tokens / rate / layout.tensor
     tensor = groups.tensor.gather(_hidden_bytes(job, way)) * (1.0 - job.practice.tensor_overlap)

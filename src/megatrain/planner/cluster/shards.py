@@ -11,7 +11,6 @@ compared with the formula for every layout that a plan shows.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatrain.errors import UserError
 from megatrain.mesh.data_parallel import box_of, local, local_parameters, shard
-from megatrain.mesh.devices import Devices
+from megatrain.mesh.devices import Devices, mesh_of
 from megatrain.mesh.engine import plan_parts
 from megatrain.mesh.layout import Coordinate, Layout
 from megatrain.mesh.stage import Part, Stage, cut
@@ -68,9 +67,11 @@ class Inventory:
 
     @classmethod
     def of(cls, structure: Structure, shape: ModelShape) -> Inventory:
-        """Args:
-        structure: The model on meta, taken apart.
-        shape: Of the same model.
+        """Of a model.
+
+        Args:
+            structure: The model on meta, taken apart.
+            shape: Of the same model.
         """
         samples = [shape.groups.index(group) for group in sorted(set(shape.groups))]
         dims = _tensor_dims(structure, samples)
@@ -93,7 +94,9 @@ class Inventory:
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """The layers of each stage, as the engine splits them."""
-        return self._once(("parts", layout.stages), lambda: tuple(plan_parts(self.structure, layout)))
+        return self._once(
+            ("parts", layout.stages, layout.stage_layers), lambda: tuple(plan_parts(self.structure, layout))
+        )
 
     def layer(self, group: int, tensor: int, fsdp: int) -> int:
         """Elements of a layer on the first rank, which has the most."""
@@ -129,12 +132,12 @@ def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int 
     """Which dimension of each parameter tensor parallel cuts; of the layers only of the samples. Empty where it cannot."""
     dims: dict[str, int | None] = {}
     with fake_group(2, 0):
-        devices = Devices.build(Layout(tensor=2, shard=1), torch.device("cpu"))
+        mesh = mesh_of(Layout(tensor=2, shard=1), "cpu")["tensor"]
         for index in samples:
             part = Part(0, 1, range(index, index + 1))
             stage = Stage(cut(structure.model, structure, part), structure, part, tensor=2)
             try:
-                parallelize(stage, structure, devices.mesh["tensor"])
+                parallelize(stage, structure, mesh)
             except UserError:
                 return {}  # the layout says so, by name
             for name, parameter in stage.model.named_parameters(remove_duplicate=False):
@@ -158,8 +161,10 @@ def count_on_fake_group(structure: Structure, layout: Layout, pipeline_rank: int
     """Elements that the first rank of a pipeline rank holds, after building its stages as the engine does."""
     at = Coordinate(pipeline_rank, 0, 0, 0, 0)
     with fake_group(layout.world, layout.rank(at)):
-        devices = Devices.build(dataclasses.replace(layout, context=1, shard=layout.fsdp), torch.device("cpu"))
-        devices = dataclasses.replace(devices, device=torch.device("meta"))
+        world = dist.group.WORLD
+        assert world is not None
+        # the groups beside the mesh hold no parameters
+        devices = Devices(layout, at, torch.device("meta"), mesh_of(layout, "cpu"), None, None, save_group=world)
         held = 0
         parts = plan_parts(structure, layout)
         for index in layout.stages_of(pipeline_rank):

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Two GPUs: layouts of the mesh engine on Qwen3-8B's shape beside the host engine's losses, and a rank that is killed.
+# Use: benchmarks/gpu2.sh          within BUDGET seconds (default 570), a short table last; logs in $OUT (default: a temporary folder)
+# Rows in the order of their worth; each has a limit of ROW_LIMIT seconds, and what crashes or hangs costs its own row only.
+# Rehearsal on a CPU: WORDS="--shape tiny --tokens 64 --steps 4" DEVICE=cpu benchmarks/gpu2.sh
+set -u
+export PYTHONPATH=${PYTHONPATH:-src:tests} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_SHOW_CPP_STACKTRACES=0
+budget=${BUDGET:-570} row_limit=${ROW_LIMIT:-110} words=${WORDS:-} device=${DEVICE:-cuda} python=${PYTHON:-python3}
+out=${OUT:-$(mktemp -d)}/gpu2
+mkdir -p "$out"
+
+# Of the processes' words; tracebacks are in the logs.
+shown='^[a-z0-9-]*: \|FAILED\|^Timeout\|^Thread\|^  File .*\(megatrain\|mesh_\).* in \|OutOfMemory'
+
+left() { echo $((budget - SECONDS)); }
+
+layouts() { # rows...: in shared processes; after a crash the rows behind it in fresh ones
+  local attempt
+  for attempt in "$@"; do
+    [ "$(left)" -gt 40 ] || return
+    echo "=== layouts: $* ($(date +%T), attempt for $attempt, $(left) s left)"
+    # shellcheck disable=SC2086
+    timeout -k 5 "$(left)" $python -m torch.distributed.run --standalone --nproc-per-node 2 \
+      benchmarks/mesh_layouts.py --out "$out" --limit "$row_limit" $words "$@" 2>&1 |
+      tee -a "$out/layouts.log" | grep --line-buffered "$shown" | stdbuf -oL cut -c1-220
+    grep -q "\"row\": \"${*: -1}\", \"state\": \"[bdf]" "$out/rows.jsonl" && return
+  done
+}
+
+[ "$device" = cuda ] && nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+[ "$device" = cuda ] && nvidia-smi topo -m | head -4
+layouts fsdp2 tp2 pp2-1f1b
+
+# The host engine's losses on one GPU; beside it the tiny run that is killed: neither of the two is about speed.
+echo "=== host and kill ($(date +%T), $(left) s left)"
+timeout -k 5 "$(($(left) < 170 ? $(left) : 170))" $python benchmarks/mesh_kill.py --out "$out/kill" --device "$device" \
+  ${KILL_WORDS:-} >"$out/kill.json" 2>"$out/kill.err" &
+kill_row=$!
+# shellcheck disable=SC2086
+timeout -k 5 "$(($(left) < 170 ? $(left) : 170))" $python benchmarks/mesh_layouts.py --out "$out" --limit 165 $words host 2>&1 |
+  tee "$out/host.log" | stdbuf -oL cut -c1-220
+wait $kill_row || { echo "kill ended with $?"; tail -n 8 "$out/kill.err"; tail -n 15 "$out/kill/killed.log"; } | cut -c1-220
+
+layouts fsdp2-compiled cp2 pp2-zbv
+echo "=== table ($SECONDS s in all)"
+$python benchmarks/mesh_layouts.py --out "$out" --table
+cat "$out/kill.json"
