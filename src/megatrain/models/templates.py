@@ -140,7 +140,9 @@ class LayerCode:
                 _fresh_function(module, f"{self._name}_{variant}", stays), dynamic=False
             )
         try:
-            with functorch_config.patch(activation_memory_budget=self._budget if variant == "selective" else 1.0):
+            if variant != "selective":  # the configuration costs more to set than a small layer to launch
+                return run(dict(bound), args, kwargs)
+            with functorch_config.patch(activation_memory_budget=self._budget):
                 return run(dict(bound), args, kwargs)
         except _compiler_errors() as error:
             logger.warning(
