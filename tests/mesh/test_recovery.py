@@ -94,7 +94,7 @@ def once_saved(run: Path, do: Callable[[], Any]) -> None:
     do()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_during_a_save_in_the_background(files: Path, reference: Path, tmp_path: Path, victim: int) -> None:
     """Cases 23 and 45: training is steps ahead when the writer, or a rank that sends to it, is killed. The save never counts."""
     run, gone_on = tmp_path / "run", tmp_path / "gone-on"
@@ -163,6 +163,7 @@ def test_a_hang_in_a_collective(files: Path, reference: Path, tmp_path: Path) ->
     assert_equal_runs(run, reference)
 
 
+@pytest.mark.slow
 def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: Path, tmp_path: Path) -> None:
     """Cases 22 and 44: the layout comes from the table; every step has the samples that it would have had."""
     run = tmp_path / "run"
@@ -179,6 +180,7 @@ def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: P
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
 
 
+@pytest.mark.slow
 def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 

@@ -37,7 +37,7 @@ def slow_writing(seconds: float) -> None:
     FolderWriter.write_tensors = slow  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["pipeline", pytest.param("copies", marks=pytest.mark.slow)])
 def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_path: Path) -> None:
     """Room for everything, for some units, for nothing: the same files, while training is steps ahead."""
 
