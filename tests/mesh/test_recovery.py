@@ -20,11 +20,13 @@ from ruamel.yaml import YAML
 
 import mesh_agent
 from megatrain.checkpoint import files as checkpoint_files
+from megatrain.config.schema import WatchdogConfig
 from megatrain.mesh import watchdog
 from megatrain.mesh.denser import ladder
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.layout import Layout
 from megatrain.metrics.record import read_records
+from megatrain.train_mesh import _timeout_s, section_limits
 from tiny_run import config, prepare
 
 STEPS = 6
@@ -200,6 +202,14 @@ def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: 
     assert resumed_after(run) == [2] and (run / "denser").read_text() == "1\n"
     mine, other = ([r.loss for r in read_records(each / "metrics.jsonl")] for each in (run, reference))
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
+
+
+def test_stacks_come_before_timeouts_of_collectives() -> None:
+    limits = section_limits(WatchdogConfig(step_s=900.0))
+    assert set(limits) == {"start", "first_step", "step", "save", "load", "evaluation"} and limits["step"] == 900.0
+    longest = max(limit for limit in limits.values() if limit is not None)
+    assert longest < _timeout_s(limits) < longest + 120
+    assert _timeout_s({**limits, "step": None}) > 86400.0
 
 
 def test_the_ladder_ends_where_nothing_is_left_to_cut() -> None:
