@@ -89,7 +89,7 @@ def test_a_failure_in_the_background_reaches_every_rank_at_the_same_step(on_erro
                 except UserError as error:
                     said = str(error)
                     break
-                if on_error == "warn" and trained._saving is None:
+                if on_error == "warn" and trained._desk.saving is None:
                     break
             return trained.step, said
 
