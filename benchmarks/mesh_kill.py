@@ -35,6 +35,7 @@ def main() -> None:
     folder = tiny_run.prepare(given.out)
     config = tiny_run.config(folder, run={"device": given.device}, schedule={"steps": given.steps})
     del config["run"]["threads"]
+    config["activations"] = {"compile": "off"}  # a start would compile for longer than the run takes
     config["checkpoint"] = {"every_steps": max(1, given.steps // 6), "keep": None}
     YAML().dump({**config, "engine": "mesh", "parallel": {"shard": 2}}, folder / "run.yaml")
     killed_s, killed_at = disturbed(folder, given)

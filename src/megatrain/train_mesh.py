@@ -22,7 +22,7 @@ from rich.console import Console
 from megatrain.check import Prepared, check_mesh, mesh_ladder, prepare
 from megatrain.checkpoint.reader import complete_checkpoints
 from megatrain.config.load import dump_config
-from megatrain.config.schema import ChangeName, RunConfig
+from megatrain.config.schema import ChangeName, RunConfig, WatchdogConfig
 from megatrain.divergence import Divergence
 from megatrain.errors import MegatrainError, UserError
 from megatrain.machine.probe import matrix_tflops
@@ -57,7 +57,7 @@ def train_on_mesh(
             raise
         raise SystemExit(error.exit_code) from error
     device = launch.device_of_rank(run.run.device)
-    limits = {name.removesuffix("_s"): limit for name, limit in run.watchdog.model_dump().items()}
+    limits = section_limits(run.watchdog)
     with (
         _joined(device, _timeout_s(limits)),
         StopSignals() as signals,
@@ -211,7 +211,7 @@ class _MainLoop(Loop):
         with engine.watch("step", "numbers of all ranks"):
             ranks = gather(numbers_of_rank(engine.runner, engine.device, clock.work_s(), sampled))
         mfu = None
-        if self._peak_tflops is not None:
+        if self._peak_tflops is not None and not sample:  # profiling takes time
             peak = self._peak_tflops * 1e12 * engine.layout.world
             mfu = 3 * self._flops * record.processed_tokens / record.step_s / peak
         numbers = numbers_of_all(ranks, engine.layout, engine.runner.table(), mfu)
@@ -261,6 +261,11 @@ def _joined(device: torch.device, timeout_s: float) -> Iterator[None]:
     yield
     if made:
         dist.destroy_process_group()
+
+
+def section_limits(watchdog: WatchdogConfig) -> dict[str, float | None]:
+    """Kind of section -> seconds: the config's keys that end with their unit."""
+    return {name.removesuffix("_s"): limit for name, limit in watchdog.model_dump().items() if name.endswith("_s")}
 
 
 def _timeout_s(limits: Mapping[str, float | None]) -> float:

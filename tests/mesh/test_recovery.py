@@ -20,11 +20,13 @@ from ruamel.yaml import YAML
 
 import mesh_agent
 from megatrain.checkpoint import files as checkpoint_files
+from megatrain.config.schema import WatchdogConfig
 from megatrain.mesh import watchdog
 from megatrain.mesh.denser import ladder
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.layout import Layout
 from megatrain.metrics.record import read_records
+from megatrain.train_mesh import _timeout_s, section_limits
 from tiny_run import config, prepare
 
 STEPS = 6
@@ -94,7 +96,7 @@ def once_saved(run: Path, do: Callable[[], Any]) -> None:
     do()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_during_a_save_in_the_background(files: Path, reference: Path, tmp_path: Path, victim: int) -> None:
     """Cases 23 and 45: training is steps ahead when the writer, or a rank that sends to it, is killed. The save never counts."""
     run, gone_on = tmp_path / "run", tmp_path / "gone-on"
@@ -163,6 +165,7 @@ def test_a_hang_in_a_collective(files: Path, reference: Path, tmp_path: Path) ->
     assert_equal_runs(run, reference)
 
 
+@pytest.mark.slow
 def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: Path, tmp_path: Path) -> None:
     """Cases 22 and 44: the layout comes from the table; every step has the samples that it would have had."""
     run = tmp_path / "run"
@@ -179,6 +182,7 @@ def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: P
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
 
 
+@pytest.mark.slow
 def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
@@ -198,6 +202,14 @@ def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: 
     assert resumed_after(run) == [2] and (run / "denser").read_text() == "1\n"
     mine, other = ([r.loss for r in read_records(each / "metrics.jsonl")] for each in (run, reference))
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
+
+
+def test_stacks_come_before_timeouts_of_collectives() -> None:
+    limits = section_limits(WatchdogConfig(step_s=900.0))
+    assert set(limits) == {"start", "first_step", "step", "save", "load", "evaluation"} and limits["step"] == 900.0
+    longest = max(limit for limit in limits.values() if limit is not None)
+    assert longest < _timeout_s(limits) < longest + 120
+    assert _timeout_s({**limits, "step": None}) > 86400.0
 
 
 def test_the_ladder_ends_where_nothing_is_left_to_cut() -> None:

@@ -37,7 +37,7 @@ def slow_writing(seconds: float) -> None:
     FolderWriter.write_tensors = slow  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["pipeline", pytest.param("copies", marks=pytest.mark.slow)])
 def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_path: Path) -> None:
     """Room for everything, for some units, for nothing: the same files, while training is steps ahead."""
 
@@ -89,7 +89,7 @@ def test_a_failure_in_the_background_reaches_every_rank_at_the_same_step(on_erro
                 except UserError as error:
                     said = str(error)
                     break
-                if on_error == "warn" and trained._saving is None:
+                if on_error == "warn" and trained._desk.saving is None:
                     break
             return trained.step, said
 

@@ -65,8 +65,13 @@ def saved(tmp_path_factory):
     return folder
 
 
+PAIRS = [(a, b) for a, b in itertools.product([*LAYOUTS, "host"], LAYOUTS) if a != b]
+LEFT_TO_SLOW = {("tensor", "context"), ("pipeline", "vee"), ("vee", "tensor"), ("context", "pipeline")}
+"""Each of their sources and targets occurs in three other pairs."""
+
+
 @pytest.mark.parametrize(
-    ("source", "target"), [(a, b) for a, b in itertools.product([*LAYOUTS, "host"], LAYOUTS) if a != b]
+    ("source", "target"), [pytest.param(*p, marks=[pytest.mark.slow] if p in LEFT_TO_SLOW else []) for p in PAIRS]
 )
 def test_any_layout_goes_on_from_any_other(source, target, saved, uninterrupted):
     """Case 44: weights and moments; the losses are those of the uninterrupted run."""

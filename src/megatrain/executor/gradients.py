@@ -231,7 +231,7 @@ class GradientFlow:
             self._through_slab(unit, slab, staging)
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of the squares of everything sent since `begin_step`: an fp32 scalar on the device."""
+        """Sum of the squares of everything sent since `begin_step`: a scalar on the device."""
         return torch.stack(self._norms).square().sum() if self._norms else torch.zeros(())
 
     def settle(self) -> None:
@@ -284,7 +284,9 @@ class GradientFlow:
         self._sent_this_step.add(unit.name)
 
     def _note_square(self, flat: torch.Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(flat, dtype=torch.float32))
+        # A GPU sums in a tree, a CPU one after the other, where fp32 would lose the fourth digit of a large layer.
+        dtype = torch.float32 if flat.is_cuda else torch.float64
+        self._norms.append(torch.linalg.vector_norm(flat, dtype=dtype))
 
     def _plane(self, unit: Unit) -> torch.Tensor:
         plane = self._store.units[unit.name].grad

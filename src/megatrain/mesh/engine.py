@@ -25,7 +25,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.checkpoint.reader import OpenCheckpoint
-from megatrain.checkpoint.writer import SavePlan, plan_save
 from megatrain.errors import EngineClosed, UserError
 from megatrain.executor import batches as host_batches
 from megatrain.executor.engine import EvalResult, StepResult
@@ -37,10 +36,10 @@ from megatrain.mesh.devices import Devices
 from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
 from megatrain.mesh.layout import Layout, dropout_keys, split_layers, whole_attention
-from megatrain.mesh.saving import MeshSave, SaveJob, agreed_end
+from megatrain.mesh.saving import MeshSave, SaveDesk
 from megatrain.mesh.schedule import Runner
 from megatrain.mesh.stage import Part, Stage, cut
-from megatrain.mesh.state import MeshState, agree, everyone
+from megatrain.mesh.state import MeshState, everyone
 from megatrain.mesh.tensor import parallelize
 from megatrain.mesh.watchdog import unwatched
 from megatrain.models.build import (
@@ -111,9 +110,7 @@ class MeshEngine:
         self._closed = False
         self.watch: Callable[..., contextlib.AbstractContextManager[Any]] = unwatched
         """(kind, name): what the engine is doing, for a watchdog."""
-        self._saving: MeshSave | None = None
         self._stepped = False
-        self._on_error: Literal["stop", "warn"] = "stop"
         self._compute = compute_dtype
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
@@ -145,6 +142,7 @@ class MeshEngine:
         self.gradients = Gradients(self.stages, self.boxes, self.structure.tied, self.devices, self.optim)
         self.state = MeshState(self.structure, self.gradients, self.devices)
         self._buffers = persistent_buffers(meta)
+        self._desk = SaveDesk(self.structure, self.state, self._buffers, self.source_folder, self.devices)
         self._fill(model, init)
         hidden = self.config.get_text_config().hidden_size
         hidden_dtype = torch.bfloat16 if compute_dtype == "bf16" else MASTERS[compute_dtype]
@@ -163,7 +161,7 @@ class MeshEngine:
         started = time.perf_counter()
         first, self._stepped = not self._stepped, True
         with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
-            self._look_at_save()
+            self._desk.look()
             result = self.backward(batch)
             self.step += 1
             if result.tokens == 0:
@@ -275,71 +273,26 @@ class MeshEngine:
         self._refuse_closed()
         if self._compute == "fp64":
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
+        kept = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra or {}}
         with self.watch("save"):
-            self._end_save()
-            self._on_error = on_error
-            plan = self._planned_save(Path(directory), extra or {}, weights_only)
-            job = SaveJob(Path(directory), plan, weights_only, then)
-            self._saving = save = MeshSave(job, self.state, self.devices.save_group, self.device, buffer_bytes)
-            if wait:
-                save.wait()
-                self._on_error = "stop"
-                self._end_save()
-        return save
-
-    def _planned_save(self, directory: Path, extra: dict[str, Any], weights_only: bool) -> SavePlan | None:
-        """On rank 0; every rank learns whether there is a plan."""
-        if dist.get_rank() != 0:
-            if not agree(True, self.device):
-                raise UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
-            return None
-        state = {
-            "step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra,
-        }  # fmt: skip
-        plan: SavePlan | None = None
-        try:
-            plan = plan_save(
-                directory,
-                structure=self.structure,
-                store=self.state,  # type: ignore[arg-type]
-                buffers=self._buffers,
-                state=state,
-                source_folder=self.source_folder,
+            return self._desk.start(
+                Path(directory),
+                kept,
+                wait=wait,
                 weights_only=weights_only,
+                on_error=on_error,
+                buffer_bytes=buffer_bytes,
+                then=then,
             )
-        finally:
-            agree(plan is not None, self.device)
-        return plan
-
-    def _look_at_save(self) -> None:
-        """Between two steps: what became of the save in the background, at the same step on every rank. Collective."""
-        if self._saving is not None and agreed_end(self._saving)[0]:
-            self._end_save()
-
-    def _end_save(self) -> None:
-        """Wait for the save in progress on all ranks. Its failure is raised, or a warning, as was asked for. Collective."""
-        if self._saving is None:
-            return
-        ended, self._saving = self._saving, None
-        ended.wait()
-        _, failed = agreed_end(ended)
-        if not failed:
-            return
-        error = ended.error() or UserError("another rank could not save the checkpoint", "MeshEngine.save")
-        if self._on_error == "stop":
-            raise error
-        logger.warning("the checkpoint was not saved, training goes on: %s", error)
 
     def wait_saved(self) -> None:
         """Wait for the save in progress, if there is one. Collective. Raises as the next step would."""
         with self.watch("save", "wait for the save"):
-            self._end_save()
+            self._desk.end()
 
     def cancel_save(self) -> None:
         """Give a save in progress up; nothing of it is left. For a rank that must end: not collective."""
-        if self._saving is not None:
-            self._saving.cancel()
-            self._saving = None
+        self._desk.cancel()
 
     def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
@@ -415,12 +368,8 @@ class MeshEngine:
 
     def close(self) -> None:
         """Let go of the model. A closed engine refuses every further call; process groups stay the caller's."""
-        if self._saving is not None:  # what it writes is worth having; the other ranks are in it too
-            with self.watch("save", "wait for the last save"):
-                self._saving.wait()
-            error, self._saving = self._saving.error(), None
-            if error is not None:
-                logger.error("the checkpoint was not saved: %s", error)
+        with self.watch("save", "wait for the last save"):
+            self._desk.close()
         self._closed = True
         self.stages.clear()
 

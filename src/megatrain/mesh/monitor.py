@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatrain.mesh.actions import bubble, busy_s, mean_costs, simulate, span_s
+from megatrain.mesh.actions import Action, bubble, busy_s, mean_costs, simulate, span_s
 from megatrain.mesh.exposed import Shares
 from megatrain.mesh.layout import Layout, split_layers
 from megatrain.mesh.schedule import Runner
@@ -124,7 +124,7 @@ def gather(mine: RankNumbers) -> list[RankNumbers]:
 
 
 def numbers_of_all(
-    ranks: Sequence[RankNumbers], layout: Layout, table: Sequence[Sequence[Any]], mfu: float | None
+    ranks: Sequence[RankNumbers], layout: Layout, table: Sequence[Sequence[Action]], mfu: float | None
 ) -> MeshNumbers:
     """Put the ranks' numbers together.
 
@@ -139,7 +139,9 @@ def numbers_of_all(
     measured = simulated = imbalance = None
     if layout.pipeline > 1:
         measured = bubble([r.busy_s for r in ranks], max(r.span_s for r in ranks))
-        simulated = simulate(table, mean_over_ranks(ranks), layout.stages)
+        costs = mean_over_ranks(ranks)
+        if all((action.kind, action.stage) in costs for row in table for action in row):
+            simulated = simulate(table, costs, layout.stages)
         imbalance = max(busy) / statistics.fmean(busy) - 1.0 if sum(busy) > 0 else None
     slowest, excess = straggler(ranks, by_stage)
     return MeshNumbers(

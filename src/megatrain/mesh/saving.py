@@ -13,23 +13,30 @@ Rank 0 names every unit before it is gathered, so that an error there (a full di
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megatrain.checkpoint.background import SaveCancelled, SaveProgress, explain
-from megatrain.checkpoint.writer import SavePlan, write_planned
+from megatrain.checkpoint.writer import SavePlan, plan_save, write_planned
 from megatrain.errors import UserError
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import UnitPlanes
-from megatrain.mesh.state import MeshState
-from megatrain.models.structure import Unit
+from megatrain.mesh.devices import Devices
+from megatrain.mesh.state import MeshState, agree
+from megatrain.models.structure import Structure, Unit
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["stop", "warn"]
 
 FINISHED, FAILED = -1, -2
 """Words of rank 0 beside the numbers of units."""
@@ -198,7 +205,7 @@ class MeshSave:
         while (word := self._say(0)) >= 0:
             self._gathered(word)
         if word == FAILED:
-            raise UserError("rank 0 could not write the checkpoint", str(self._job.directory), "see rank 0's error")
+            raise _rank_0_failed(self._job.directory)
 
     def _gathered(self, number: int) -> UnitPlanes:
         planes = self._state.gather(self._names[number], self._read, self._group, self._planes)
@@ -228,3 +235,108 @@ def agreed_end(save: MeshSave) -> tuple[bool, bool]:
     dist.all_reduce(words, op=dist.ReduceOp.MIN)
     ended, well = words.tolist()
     return bool(ended), not well
+
+
+class SaveDesk:
+    """The saves of one engine: at most one at a time, and the same end at the same step on every rank.
+
+    Args:
+        structure: The model.
+        state: Its state on all ranks.
+        buffers: The model's persistent buffers by full name.
+        source_folder: Where the model came from.
+        devices: The mesh.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        state: MeshState,
+        buffers: Mapping[str, torch.Tensor],
+        source_folder: Path | None,
+        devices: Devices,
+    ):
+        self._structure, self._state, self._buffers, self._source_folder = structure, state, buffers, source_folder
+        self._devices = devices
+        self._on_error: OnError = "stop"
+        self.saving: MeshSave | None = None
+
+    def start(
+        self,
+        directory: Path,
+        kept: Mapping[str, Any],
+        *,
+        wait: bool,
+        weights_only: bool,
+        on_error: OnError,
+        buffer_bytes: int | None,
+        then: Callable[[], object],
+    ) -> MeshSave:
+        """Begin a save, behind the one that may still run. Collective. See `MeshEngine.save`."""
+        self.end()
+        plan = self._planned(directory, kept, weights_only)
+        job = SaveJob(directory, plan, weights_only, then)
+        save = MeshSave(job, self._state, self._devices.save_group, self._devices.device, buffer_bytes)
+        self.saving, self._on_error = save, "stop" if wait else on_error
+        if wait:
+            self.end()
+        return save
+
+    def _planned(self, directory: Path, kept: Mapping[str, Any], weights_only: bool) -> SavePlan | None:
+        """On rank 0; every rank learns whether there is a plan."""
+        if dist.get_rank() != 0:
+            if not agree(True, self._devices.device):
+                raise _rank_0_failed(directory)
+            return None
+        plan: SavePlan | None = None
+        try:
+            plan = plan_save(
+                directory,
+                structure=self._structure,
+                store=self._state,  # type: ignore[arg-type]
+                buffers=self._buffers,
+                state=kept,
+                source_folder=self._source_folder,
+                weights_only=weights_only,
+            )
+        finally:
+            agree(plan is not None, self._devices.device)
+        return plan
+
+    def look(self) -> None:
+        """Between two steps: what became of the save in the background. Collective."""
+        if self.saving is not None and agreed_end(self.saving)[0]:
+            self.end()
+
+    def end(self) -> None:
+        """Wait for the save in progress on all ranks. Its failure is raised, or a warning, as was asked for. Collective."""
+        if self.saving is None:
+            return
+        ended, self.saving = self.saving, None
+        ended.wait()
+        _, failed = agreed_end(ended)
+        if not failed:
+            return
+        error = ended.error() or UserError("another rank could not save the checkpoint", "MeshEngine.save")
+        if self._on_error == "stop":
+            raise error
+        logger.warning("the checkpoint was not saved, training goes on: %s", error)
+
+    def cancel(self) -> None:
+        """Give the save up. Not collective."""
+        if self.saving is not None:
+            self.saving.cancel()
+            self.saving = None
+
+    def close(self) -> None:
+        """Let a save end: what it writes is worth having, and the other ranks are in it too. Its error is logged."""
+        if self.saving is None:
+            return
+        self.saving.wait()
+        error, self.saving = self.saving.error(), None
+        if error is not None:
+            logger.error("the checkpoint was not saved: %s", error)
+
+
+def _rank_0_failed(directory: Path) -> UserError:
+    return UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")

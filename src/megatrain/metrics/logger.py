@@ -228,7 +228,9 @@ def _mesh_parts(record: StepRecord) -> list[str]:
     if "mfu" in record.mesh:
         found.append(f"MFU {record.mesh['mfu']:.1%}")
     if "bubble" in record.mesh:
-        found.append(f"bubble {record.mesh['bubble']:.2f} ({record.mesh['bubble_simulated']:.2f} simulated)")
+        simulated = record.mesh.get("bubble_simulated")
+        beside = f" ({simulated:.2f} simulated)" if simulated is not None else ""
+        found.append(f"bubble {record.mesh['bubble']:.2f}{beside}")
     return found
 
 
