@@ -27,6 +27,7 @@ from megatrain.models.build import (
     find_model_folder,
     fp32_parameter_names,
     load_model_config,
+    refuse_router_loss,
 )
 from megatrain.models.init import initialize
 from megatrain.models.memory import copy_from_memory
@@ -109,13 +110,7 @@ def build_model(
     if isinstance(model, nn.Module):
         return build_from_memory(model, compute_dtype=compute)  # type: ignore[arg-type]
     config = load_model_config(model, trust_remote_code)
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        if getattr(part, "output_router_logits", False):
-            raise UserError(
-                "the router's auxiliary loss is not supported",
-                f"{model}: output_router_logits",
-                "set output_router_logits to false in config.json to train without it",
-            )
+    refuse_router_loss(config, str(model))
     return build_meta_model(
         config, compute_dtype=compute, attn_implementation=attention, trust_remote_code=trust_remote_code
     )

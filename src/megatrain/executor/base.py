@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from megatrain.executor import batches
 from megatrain.optim.adamw import AdamW
 
 
-class EngineBase:
+class EngineBase(ABC):
     """An engine's surface, as far as it is the same whatever computes a step.
 
     Args:
@@ -35,9 +36,9 @@ class EngineBase:
         self.updates = 0
         self._closed = False
 
+    @abstractmethod
     def close(self) -> None:
         """Give all memory back. A closed engine refuses every further call."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -17,8 +17,7 @@ import torch
 from megatrain.errors import PlanRefused
 from megatrain.executor.flows import Flows
 from megatrain.executor.gradients import Route
-from megatrain.executor.ladder import Denser, Failure, Situation
-from megatrain.executor.settings import Cut
+from megatrain.executor.ladder import Cut, Denser, Failure, Situation
 from megatrain.executor.step import StepShape
 from megatrain.host.available import available_host_bytes
 

@@ -2,6 +2,9 @@
 
 What is where: the store holds the planes (host), the ring and the edge slots hold weights in passing (device), the step runner
 drives HF's code, the gradient flow brings gradients home, the optimizer updates planes in the background.
+
+This file is the surface: what a step is made of, and what of an engine can be read, saved and loaded. assembly.py makes the parts,
+flows.py holds the device side, climb.py goes on with less where the device has no room.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from megatrain.checkpoint.background import RunningSave
-from megatrain.checkpoint.desk import CheckpointDesk
+from megatrain.checkpoint.desk import CheckpointDesk, SaveOptions
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.device.streams import Streams
 from megatrain.errors import NumericStop, UserError
@@ -32,11 +35,11 @@ from megatrain.executor.flows import Flows, FlowSettings
 from megatrain.executor.gate import verify_packing
 from megatrain.executor.gradients import Route
 from megatrain.executor.instruments import Instruments
+from megatrain.executor.ladder import Cut
 from megatrain.executor.optimizer import HostOptimizer
 from megatrain.executor.results import EvalResult, StepResult
 from megatrain.executor.settings import (
     ComputeDtype,
-    Cut,
     Placement,
     check_choice,
     check_placement,
@@ -426,16 +429,9 @@ class HostEngine(EngineBase):
             "ladder": self._climb.as_dict(),
             "extra": extra or {},
         }
-        self._optimizer.saving = saving = self._desk.start_save(
-            Path(directory),
-            state,
-            self._optimizer.pending(),
-            wait=wait,
-            weights_only=weights_only,
-            on_error=on_error,
-            buffer_bytes=buffer_bytes,
-            then=then,
-        )
+        options = SaveOptions(wait, weights_only, on_error, buffer_bytes, then)
+        saving = self._desk.start_save(Path(directory), state, self._optimizer.pending(), options)
+        self._optimizer.saving = saving
         if wait:
             saving.result()
             self._forget_ended_save()

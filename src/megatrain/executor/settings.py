@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from megatrain.errors import PlanRefused, UserError
-from megatrain.executor.step import StepShape
 from megatrain.host.available import available_host_bytes
 from megatrain.models.structure import Structure
 from megatrain.optim.adamw import AdamW
@@ -19,7 +18,6 @@ ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOGITS_BYTES = 3 << 30
 """Budget for the logits of one token chunk with their gradients."""
-DEFAULT_CHUNK_TOKENS = 16384
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """More AdamW threads than this only take each other's core and memory."""
 
@@ -59,36 +57,6 @@ class Placement:
                 frozenset(layers if chosen == "all" else chosen)
                 for chosen in (kept, selective, offloaded, attention, mlp)
             ),
-        )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How steps are cut as long as they fit.
-
-    Attributes:
-        chunk_rows: Rows that a layer computes together; None: as many as hold 16,384 tokens.
-        head_tokens: Target tokens whose logits exist at the same time.
-        segment: Of which every layer but the first computes its input again.
-        placement: What is kept for the backward.
-    """
-
-    chunk_rows: int | None
-    head_tokens: int
-    segment: int
-    placement: Placement
-
-    def shape(self, rows: int, tokens: int, windows: int) -> StepShape:
-        """The cut of a step on so many rows of so many tokens."""
-        return StepShape(
-            windows=min(windows, rows),
-            chunk_rows=self.chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
-            head_tokens=self.head_tokens,
-            segment=self.segment,
-            kept=self.placement.kept,
-            selective=self.placement.selective,
-            attention=self.placement.attention,
-            mlp=self.placement.mlp,
         )
 
 
