@@ -465,6 +465,16 @@ def test_a_bad_learning_rate_is_refused_and_changes_nothing(rate: Any) -> None:
         assert state_bytes(engine) == before
 
 
+def test_the_loss_of_a_router_is_refused_wherever_the_model_comes_from(tmp_path: Path) -> None:
+    """Layers that stream give no router logits: the loss would be another one than the config asks for."""
+    model = build(BY_NAME["mixtral"], seed=0)
+    model.config.output_router_logits = True
+    model.save_pretrained(tmp_path / "folder")
+    for given in (model, tmp_path / "folder"):
+        with pytest.raises(UserError, match=r"auxiliary loss(.|\n)*output_router_logits"):
+            HostEngine(given, device="cpu")
+
+
 def test_a_frozen_layer_is_trained_around() -> None:
     model = build(LLAMA, seed=0)
     for parameter in model.get_submodule("model.layers.1").parameters():

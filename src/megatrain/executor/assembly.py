@@ -77,7 +77,8 @@ def take_parts(
     """
     in_memory = isinstance(model, nn.Module)
     source_folder = None if in_memory else find_model_folder(model)
-    meta = build_model(model, compute, trust_remote_code, attention)
+    config = config_of(model, trust_remote_code)
+    meta = build_model(model, config, compute, trust_remote_code, attention)
     structure = take_apart(meta)
     if verify == "always" or (verify == "auto" and not in_memory):
         verify_family(meta.config, always=verify == "always", trust_remote_code=trust_remote_code)
@@ -99,20 +100,25 @@ def refuse_unmatched_groups(structure: Structure, optim: AdamW) -> None:
         raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
 
 
+def config_of(model: str | Path | nn.Module, trust_remote_code: bool) -> Any:
+    """The config of a model in memory, or of a folder. Errors: see `load_model_config`."""
+    return model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+
+
 def build_model(
-    model: str | Path | nn.Module, compute: torch.dtype, trust_remote_code: bool, attention: str | None
+    model: str | Path | nn.Module, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None
 ) -> Any:
-    """The HF model with parameters on meta, from a folder's config or from a model in memory.
+    """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or what a folder's config describes.
 
     Raises:
-        UserError: The config asks for something that a streamed layer cannot give.
+        UserError: The config asks for something that no engine gives, or transformers cannot build it.
     """
-    if isinstance(model, nn.Module):
-        return build_from_memory(model, compute_dtype=compute)  # type: ignore[arg-type]
-    config = load_model_config(model, trust_remote_code)
-    refuse_router_loss(config, str(model))
+    in_memory = isinstance(model, nn.Module)
+    refuse_router_loss(config, f"a {config.model_type} model in memory" if in_memory else str(model))
+    if in_memory:
+        return build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
     return build_meta_model(
-        config, compute_dtype=compute, attn_implementation=attention, trust_remote_code=trust_remote_code
+        config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
 
 

@@ -3,8 +3,8 @@
 What is where: the store holds the planes (host), the ring and the edge slots hold weights in passing (device), the step runner
 drives HF's code, the gradient flow brings gradients home, the optimizer updates planes in the background.
 
-This file is the surface: what a step is made of, and what of an engine can be read, saved and loaded. assembly.py makes the parts,
-flows.py holds the device side, climb.py goes on with less where the device has no room.
+This file is the surface: what a step is made of, and what of an engine can be read, saved and loaded. assembly.py makes its
+parts, flows.py holds the device side, climb.py goes on with less where the device has no room.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain.checkpoint.desk import SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.errors import UserError
-from megatrain.executor.assembly import refuse_unmatched_groups
+from megatrain.executor.assembly import build_model, config_of, refuse_unmatched_groups
 from megatrain.executor.base import EngineBase, check_learning_rate, why_skip
 from megatrain.executor.results import EvalResult, StepResult
 from megatrain.mesh import context, exact, launch
@@ -44,14 +44,7 @@ from megatrain.mesh.stage import Part, Stage, cut
 from megatrain.mesh.state import MeshState, everyone
 from megatrain.mesh.tensor import parallelize
 from megatrain.mesh.watchdog import unwatched
-from megatrain.models.build import (
-    build_from_memory,
-    build_meta_model,
-    find_model_folder,
-    fp32_parameter_names,
-    load_model_config,
-    refuse_router_loss,
-)
+from megatrain.models.build import find_model_folder, fp32_parameter_names
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
 from megatrain.models.templates import LayerCode, template_groups
@@ -111,7 +104,7 @@ class MeshEngine(EngineBase):
         self._stepped = False
         self._compute = compute_dtype
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
-        config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+        config = config_of(model, trust_remote_code)
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
         self._check_model(meta, recompute)
@@ -367,14 +360,7 @@ class MeshEngine(EngineBase):
 
     def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
         """The whole model on meta, in the masters' type."""
-        refuse_router_loss(config, config.model_type)
-        dtype = MASTERS[self._compute]
-        if isinstance(model, nn.Module):
-            meta = build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
-        else:
-            meta = build_meta_model(
-                config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+        meta = build_model(model, config, MASTERS[self._compute], trust_remote_code, attention)
         if self.layout.context > 1:
             if not getattr(meta, "_supports_attention_backend", False):
                 raise UserError(
