@@ -427,14 +427,14 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
 
     monkeypatch.setattr(OpenCheckpoint, "restore", held)
     with engine_of() as again:
-        run_layer = again._runner.run_layer
+        run_layer = again._flows.runner.run_layer
 
         def noting(index: int, *rest: Any) -> Any:
             outputs = run_layer(index, *rest)
             reached_layer.set()
             return outputs
 
-        monkeypatch.setattr(again._runner, "run_layer", noting)
+        monkeypatch.setattr(again._flows.runner, "run_layer", noting)
         again.load(tmp_path / "ckpt", wait=False)
         assert not again._desk.loading.done()  # type: ignore[union-attr]
         assert train(again, data(1, 2)) == wanted
