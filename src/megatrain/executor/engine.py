@@ -614,6 +614,8 @@ class HostEngine:
     def _go_on_denser(self, ladder: dict[str, Any]) -> None:
         """What the ladder had chosen when a checkpoint was made holds again, unless this device has more memory."""
         denser, then = Denser.from_dict(ladder), ladder.get("device_bytes")
+        if self._segment > 1:  # it drops inputs that would wait in host memory
+            denser = replace(denser, offload=False)
         if denser == Denser() or self._route is Route.EATEN or (then or 0) < self._device_bytes():
             return
         self._adopt(denser)
