@@ -68,7 +68,7 @@ def names(folder: Path) -> set[str]:
 
 def still_open(folder: Path) -> list[str]:
     """Files below a folder, removed ones too, that this process holds open."""
-    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    held = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [path for path in held if path.startswith(str(folder))]
 
 

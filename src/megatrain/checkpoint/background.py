@@ -8,11 +8,12 @@ it names:
     COPIED    a buffer holds step n; updates go on
     WRITING   the writer reads the planes; an update waits
     DONE      on its way to the disk, or the save has ended: updates go on
-An update that finds its unit PENDING and no room for a copy waits: for room, or for the writer. Where the system refuses memory
-for a copy, there is no room for any more. The writer takes copies first, because each frees room. A thread of its own copies ahead, as far as there is room: units on the device first, then the others,
-in the order in which the next updates will come. The next forward and backward only read the planes meanwhile, and the link to
-the host has room. A unit on the device is always copied before it is written: where that thread has not reached it, the writer
-does it, or the thread that launches the unit's next update.
+An update that finds its unit PENDING and no room for a copy waits: for room, or for the writer. Where the system
+refuses memory for a copy, there is no room for any more. The writer takes copies first, because each frees room. A
+thread of its own copies ahead, as far as there is room: units on the device first, then the others, in the order in
+which the next updates will come. The next forward and backward only read the planes meanwhile, and the link to the
+host has room. A unit on the device is always copied before it is written: where that thread has not reached it, the
+writer does it, or the thread that launches the unit's next update.
 
 Nothing waits in a circle: the writer waits only for updates of step n, which were all submitted before the save began, and
 updates wait only for the writer.
