@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -177,7 +177,7 @@ def _problems_of(name: str, value: Any) -> list[str]:
     return []
 
 
-def is_figure(value: Any) -> bool:
+def is_figure(value: Any) -> TypeGuard[int | float]:
     """Whether a value of a file is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
