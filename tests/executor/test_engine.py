@@ -227,12 +227,14 @@ def test_router_jitter_is_replayed_in_the_recompute() -> None:
     assert error < 1e-5, name
 
 
-def test_evaluation_between_two_steps_changes_nothing() -> None:
-    """CASES 12, with dropout: bit for bit."""
+@pytest.mark.parametrize("chunk_rows", [None, 1])
+def test_evaluation_between_two_steps_changes_nothing(chunk_rows: int | None) -> None:
+    """CASES 12, with dropout: bit for bit; also where the evaluation is the first to ask which arguments go with the rows."""
     family = BY_NAME["gpt2"]
     weights = []
     for evaluate in (False, True):
-        with engine_of(build(family, seed=0, dropout=0.3), optim=AdamW(learning_rate=1e-3)) as engine:
+        optim = AdamW(learning_rate=1e-3)
+        with engine_of(build(family, seed=0, dropout=0.3), optim=optim, chunk_rows=chunk_rows) as engine:
             for step in range(3):
                 if evaluate:
                     engine.eval_step(batch(family, seed=9, rows=5, tokens=16))

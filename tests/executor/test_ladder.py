@@ -198,6 +198,19 @@ def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.Monkey
         assert larger._climb.denser == Denser()
 
 
+def test_a_resumed_run_that_keeps_fewer_inputs_offloads_none(tmp_path: Path) -> None:
+    options = {"chunk_rows": 1, "segment": 2}
+    with engine_of(chunk_rows=1) as engine:
+        engine._climb._adopt(Denser(offload=True, head_tokens=64))
+        trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**options) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._climb.denser == Denser(head_tokens=64)
+        assert_same(trained(resumed, 2, first=1), want)
+
+
 def test_the_end_of_the_ladder_is_the_ledger() -> None:
     with engine_of(chunk_rows=1, head_chunk_tokens=64, offloaded="all", windows=4) as engine:
         engine._climb.denser = Denser(offload=True)

@@ -92,6 +92,8 @@ class Climb:
     def restore(self, ladder: dict[str, Any]) -> None:
         """What the ladder had chosen when a checkpoint was made holds again, unless this device has more memory."""
         denser, then = Denser.from_dict(ladder), ladder.get("device_bytes")
+        if self._cut.segment > 1:  # it drops inputs that would wait in host memory
+            denser = replace(denser, offload=False)
         if denser == Denser() or self._flows.route is Route.EATEN or (then or 0) < self.device_bytes:
             return
         self._adopt(denser)
