@@ -94,6 +94,18 @@ def _comparable(value: Any) -> Any:
     return id(value)
 
 
+class Leaves(dict[str, torch.Tensor]):
+    """Autograd leaves over some weights, by layout name; made once for each place of a layer's weights, and never changed.
+
+    Attributes:
+        trained: Those that need a gradient.
+    """
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]):
+        super().__init__(leaves)
+        self.trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+
+
 class LayerCode:
     """The code of one template group.
 
