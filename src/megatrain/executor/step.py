@@ -163,7 +163,7 @@ class StepRunner:
             self._mark("forward")
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
-            here = _targets_of(targets, rows, inputs)
+            here = self._targets_of(targets, rows, inputs)
             with self._streams.traced("head"):
                 d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
             self._mark("backward")
@@ -341,7 +341,9 @@ class StepRunner:
         d_flat = d_hidden_BTD.view(-1, hidden_BTD.shape[-1])
         names = self.shell.head_names
         weights = [edges.all()[name] for name in names]
-        scale = torch.tensor(gradient_scale, dtype=torch.float32, device=hidden_BTD.device)
+        scale = torch.full(
+            (), gradient_scale, dtype=torch.float32, device=hidden_BTD.device
+        )  # a copy would drain the queue
         start = 0
         for hidden_ND, labels_N in self._token_chunks(hidden_BTD.detach(), targets, chunk_tokens):
             hidden_ND.requires_grad_()
@@ -537,7 +539,16 @@ class StepRunner:
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
         self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
-        return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
+        return {name: self._streams.place(batch[name]) for name in MODEL_INPUTS if batch.get(name) is not None}
+
+    def _targets_of(self, targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor]) -> Targets:
+        """The targets of some rows, on the device, with positions counted from the first of these rows."""
+        tokens = inputs["input_ids"].shape[1]
+        first, last = rows.start * tokens, rows.stop * tokens
+        inside = (targets.positions >= first) & (targets.positions < last)
+        return Targets(
+            self._streams.place(targets.positions[inside] - first), self._streams.place(targets.labels[inside])
+        )
 
     def _bind_edges(self, requires_grad: bool) -> Edges:
         """Leaves over the edge weights. The embedding is loaded now; the head's memory is bound now and loaded behind the
@@ -580,14 +591,6 @@ def _grad(
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
     return {name: tensor[rows] for name, tensor in inputs.items()}
-
-
-def _targets_of(targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor]) -> Targets:
-    """The targets of some rows, on the device, with positions counted from the first of these rows."""
-    ids_BT = inputs["input_ids"]
-    first, last = rows.start * ids_BT.shape[1], rows.stop * ids_BT.shape[1]
-    inside = (targets.positions >= first) & (targets.positions < last)
-    return Targets((targets.positions[inside] - first).to(ids_BT.device), targets.labels[inside].to(ids_BT.device))
 
 
 def _drop_inner_inputs(tape: Tape, segment: int) -> None:
