@@ -201,6 +201,18 @@ def test_fp16_overflow_lowers_the_loss_scale_and_skips() -> None:
 # ------------------------------------------------------------------ randomness
 
 
+def test_a_step_seeds_no_device_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as torch.manual_seed; but other devices' generators are the caller's, and nobody would set them back."""
+    asked = []
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        monkeypatch.setattr(kind, "manual_seed_all", lambda seed: asked.append(seed))
+    with randomness.seeded(torch.device("cpu"), 0, 0):
+        drawn = torch.rand(3)
+    assert asked == []
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3))
+
+
 def test_dropout_of_the_forward_is_replayed_in_the_recompute() -> None:
     """CASES 11: plain HF draws the same masks from the same seed, and its backward uses those of its forward."""
     family = BY_NAME["gpt2"]

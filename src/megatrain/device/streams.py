@@ -92,6 +92,14 @@ class Streams:
         """The present end of the compute stream, for measuring."""
         return Timestamp(self.compute)
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small CPU tensor on the device, for kernels launched on compute from now on. Asynchronous.
+
+        From pageable memory the copy would block the host until compute is idle. The pinned copy lives until the device has
+        read it: torch's allocator of pinned memory waits for that.
+        """
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.cuda else tensor.to(self.device)
+
     @contextlib.contextmanager
     def copying_in(self, after: Event, done: Event, what: str = "", nbytes: int = 0) -> Iterator[None]:
         """Work inside goes to h2d: it starts after `after`; `done` marks its end. Asynchronous. `what` is for the record."""

@@ -38,8 +38,17 @@ def seeded(device: torch.device, seed: int, step: int) -> Iterator[None]:
     """Random operations inside depend on (seed, step) alone: not on what ran before, so that resuming or evaluating in
     between changes nothing. The caller's generators are left as they were."""
     current = capture(device)
-    torch.manual_seed((seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63)
+    number = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
+    # Not torch.manual_seed: it also seeds the generators of all other devices, which nobody would set back, and writes down a
+    # stack trace for each kind of device that is not in use.
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(number)
     try:
         yield
     finally:
         restore(device, current)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
+from megatrain.executor.arguments import Arguments, Form, put_together, take_apart
 from megatrain.executor.gradients import GradientFlow
 from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
 from megatrain.executor.saved import MovingTensors, entrance
-from megatrain.executor.tape import Arguments, ChunkGraph, LayerCall, Tape
+from megatrain.executor.tape import ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
 from megatrain.loss import IGNORED, Targets, cross_entropy_sum, find_targets
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
-from megatrain.models.templates import PARTS, Kept, Variant
+from megatrain.models.templates import PARTS, Kept, Leaves, Variant
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -129,7 +129,7 @@ class StepRunner:
         self._chunks: list[slice] = []
         self._variants: dict[int, Variant] = {}
         self._probe: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
-        self._leaf_cache: dict[tuple[str, int, bool], dict[str, torch.Tensor]] = {}
+        self._leaf_cache: dict[tuple[str, int, bool], Leaves] = {}
         self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
         self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
@@ -163,7 +163,7 @@ class StepRunner:
             self._mark("forward")
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, chunk_rows, shape.segment, tape)
             self._mark("head")
-            here = _targets_of(targets, rows, inputs)
+            here = self._targets_of(targets, rows, inputs)
             with self._streams.traced("head"):
                 d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, loss_sum)
             self._mark("backward")
@@ -231,12 +231,12 @@ class StepRunner:
         call = self._tape.record(index, arguments) if self._tape is not None else None
         with self._streams.traced("forward", index):
             if call is not None and self._keeps_graph(index):
-                outputs, spec = self._forward_kept(call, self._variants[index])
+                outputs, form = self._forward_kept(call, self._variants[index])
             else:
                 if call is not None and index in self._variants:  # see [Note: one part kept]
                     stays = self.shell.kept_operations(index, self._variants[index])
                     call.kept = [Kept(stays) for _ in self._chunks]
-                outputs, spec = self._forward_layer(index, arguments, call.random_states if call else None, call)
+                outputs, form = self._forward_layer(index, arguments, call.random_states if call else None, call)
         if self._probe is not None:
             self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
         if call is not None:
@@ -245,7 +245,7 @@ class StepRunner:
             self._offload(call)
         if index == len(self._units) - 1:
             self._weights.edge_weights(1)  # behind the last layer: the head's own update ran as long as it could
-        return pytree.tree_unflatten(outputs, spec)
+        return put_together(form, iter(outputs))
 
     def _keeps_graph(self, layer: int) -> bool:
         """Whether the layer's autograd graph waits for the backward."""
@@ -258,25 +258,25 @@ class StepRunner:
         arguments: Arguments,
         random_states: list[randomness.RandomState] | None,
         call: LayerCall | None = None,
-    ) -> tuple[list[Any], pytree.TreeSpec]:
+    ) -> tuple[list[Any], Form]:
         """One layer over all chunks of the window, without autograd. Returns output leaves and their structure."""
         unit = self._units[index]
         weights = self._leaves(unit, self._weights.fetch(index), requires_grad=False)
         parts: list[list[Any]] = []
-        spec = None
+        form: Form = None
         with torch.no_grad():
             for number, rows in enumerate(self._chunks):
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
                 args, kwargs = arguments.unflatten(self._cut_inputs(index, arguments.leaves, rows))
                 with call.kept[number].written() if call is not None and call.kept else contextlib.nullcontext():
-                    leaves, spec = pytree.tree_flatten(self.shell.call_layer(index, "forward", weights, args, kwargs))
-                parts.append(leaves)
+                    output = self.shell.call_layer(index, "forward", weights, args, kwargs)
+                parts.append([])
+                form = take_apart(output, parts[-1])
         self._weights.release(index)
-        assert spec is not None
-        return self._join_outputs(index, parts), spec
+        return self._join_outputs(index, parts), form
 
-    def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], pytree.TreeSpec]:
+    def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], Form]:
         """One layer over all chunks of the window, with autograd; its graphs wait for the backward without what moves."""
         flat, leaving = self._weights.fetch(call.layer), self._leaving_input(call)
         homes = {} if self._weights.stays(call.layer) else {"weights": flat}
@@ -284,16 +284,15 @@ class StepRunner:
             homes["input"] = call.arguments.leaves[leaving].detach()
         moving = MovingTensors(homes) if homes else None
         parts: list[list[Any]] = []
-        spec = None
+        form: Form = None
         for rows in self._chunks:
             around = moving.left_out() if moving else contextlib.nullcontext()
-            graph, outputs, spec = self._graph_of(call, flat, rows, variant, around, leaving)
+            graph, outputs, form = self._graph_of(call, flat, rows, variant, around, leaving)
             graph.moving = moving
             call.graphs.append(graph)
             parts.append(outputs)
         self._weights.release(call.layer)
-        assert spec is not None
-        return self._join_outputs(call.layer, parts), spec
+        return self._join_outputs(call.layer, parts), form
 
     def _graph_of(
         self,
@@ -303,7 +302,7 @@ class StepRunner:
         variant: Variant,
         around: contextlib.AbstractContextManager[Any],
         leaving: int | None = None,
-    ) -> tuple[ChunkGraph, list[Any], pytree.TreeSpec]:
+    ) -> tuple[ChunkGraph, list[Any], Form]:
         """Compute one layer on one chunk with autograd, inside `around`, with leaves of its own for inputs and weights.
 
         Args:
@@ -312,18 +311,19 @@ class StepRunner:
         Returns:
             The graph, and the layer's output leaves with their structure.
         """
-        unit = self._units[call.layer]
-        weights = self._leaves(unit, flat, requires_grad=True)
+        weights = self._leaves(self._units[call.layer], flat, requires_grad=True)
         leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
+        inputs: list[GradientEdge | torch.Tensor] = []
         for position in call.trained:
             leaf = leaves[position].detach()
             leaves[position] = entrance(leaf) if position == leaving else leaf.requires_grad_()
+            # A leaf is held by its node anyway; see [Note: what a waiting graph holds].
+            inputs.append(get_gradient_edge(leaves[position]) if position == leaving else leaf)
         args, kwargs = call.arguments.unflatten(leaves)
+        outputs: list[Any] = []
         with torch.enable_grad(), around:
-            outputs, spec = pytree.tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs))
-        trained = {name: leaf for name, leaf in weights.items() if leaf.requires_grad}
-        inputs = [get_gradient_edge(leaves[position]) for position in call.trained]
-        return ChunkGraph([_edge_of(output) for output in outputs], inputs, trained), outputs, spec
+            form = take_apart(self.shell.call_layer(call.layer, variant, weights, args, kwargs), outputs)
+        return ChunkGraph([_edge_of(output) for output in outputs], inputs, weights.trained), outputs, form
 
     # ---------------------------------------------------------------- head
 
@@ -341,7 +341,9 @@ class StepRunner:
         d_flat = d_hidden_BTD.view(-1, hidden_BTD.shape[-1])
         names = self.shell.head_names
         weights = [edges.all()[name] for name in names]
-        scale = torch.tensor(gradient_scale, dtype=torch.float32, device=hidden_BTD.device)
+        scale = torch.full(
+            (), gradient_scale, dtype=torch.float32, device=hidden_BTD.device
+        )  # a copy would drain the queue
         start = 0
         for hidden_ND, labels_N in self._token_chunks(hidden_BTD.detach(), targets, chunk_tokens):
             hidden_ND.requires_grad_()
@@ -422,7 +424,7 @@ class StepRunner:
         tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
         call.forget()
 
-    def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> dict[str, torch.Tensor]:
+    def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> Leaves:
         """Autograd leaves over a layer's weights where they are now. Made once for each place, since a place is a slot or a
         resident plane and stays; not where a leaf is computed (parameters that HF keeps in fp32)."""
         key = (unit.name, flat.data_ptr(), requires_grad)
@@ -539,7 +541,16 @@ class StepRunner:
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
         self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
-        return {name: batch[name].to(self._streams.device) for name in MODEL_INPUTS if batch.get(name) is not None}
+        return {name: self._streams.place(batch[name]) for name in MODEL_INPUTS if batch.get(name) is not None}
+
+    def _targets_of(self, targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor]) -> Targets:
+        """The targets of some rows, on the device, with positions counted from the first of these rows."""
+        tokens = inputs["input_ids"].shape[1]
+        first, last = rows.start * tokens, rows.stop * tokens
+        inside = (targets.positions >= first) & (targets.positions < last)
+        return Targets(
+            self._streams.place(targets.positions[inside] - first), self._streams.place(targets.labels[inside])
+        )
 
     def _bind_edges(self, requires_grad: bool) -> Edges:
         """Leaves over the edge weights. The embedding is loaded now; the head's memory is bound now and loaded behind the
@@ -582,14 +593,6 @@ def _grad(
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
     return {name: tensor[rows] for name, tensor in inputs.items()}
-
-
-def _targets_of(targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor]) -> Targets:
-    """The targets of some rows, on the device, with positions counted from the first of these rows."""
-    ids_BT = inputs["input_ids"]
-    first, last = rows.start * ids_BT.shape[1], rows.stop * ids_BT.shape[1]
-    inside = (targets.positions >= first) & (targets.positions < last)
-    return Targets((targets.positions[inside] - first).to(ids_BT.device), targets.labels[inside].to(ids_BT.device))
 
 
 def _drop_inner_inputs(tape: Tape, segment: int) -> None:

@@ -16,32 +16,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
+from megatrain.executor.arguments import Arguments
 from megatrain.executor.saved import MovingTensors
 from megatrain.models.templates import Kept
-
-
-@dataclass
-class Arguments:
-    """Arguments of a layer call as a flat list. `leaves` holds tensors and anything else."""
-
-    leaves: list[Any]
-    spec: pytree.TreeSpec
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        return cls(leaves, spec)
-
-    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return pytree.tree_unflatten(list(leaves), self.spec)
 
 
 @dataclass
@@ -58,13 +41,13 @@ class ChunkGraph:
 
     Attributes:
         outputs: Roots: one for each output leaf of the layer, None where it has no gradient.
-        inputs: Of the argument leaves that need a gradient, in the order of `LayerCall.trained`.
+        inputs: Where the gradients of the argument leaves come out, in the order of `LayerCall.trained`.
         weights: The parameters that need a gradient, by layout name.
         moving: What the graph must find at another address than where it was made.
     """
 
     outputs: list[GradientEdge | None]
-    inputs: list[GradientEdge]
+    inputs: list[GradientEdge | torch.Tensor]
     weights: dict[str, torch.Tensor]
     moving: MovingTensors | None = None
 

@@ -67,6 +67,14 @@ class FlatLayout:
         return sum(entry.numel for entry in self.entries)
 
     @cached_property
+    def _strided(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
+        """(name, shape, strides, offset) of each tensor."""
+        return tuple(
+            (e.name, e.shape, tuple(math.prod(e.shape[i + 1 :]) for i in range(len(e.shape))), e.offset)
+            for e in self.entries
+        )
+
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """(start, end) of the padding behind each tensor that has any."""
         starts = [entry.offset for entry in self.entries[1:]] + [self.numel]
@@ -79,5 +87,6 @@ class FlatLayout:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """All tensors inside `flat` (numel,), as views, by name."""
-        assert flat.numel() == self.numel, (flat.numel(), self.numel)
-        return {entry.name: flat[entry.offset : entry.end].view(entry.shape) for entry in self.entries}
+        assert flat.numel() == self.numel and flat.is_contiguous(), (flat.numel(), self.numel, flat.stride())
+        start = flat.storage_offset()
+        return {name: flat.as_strided(shape, stride, start + offset) for name, shape, stride, offset in self._strided}

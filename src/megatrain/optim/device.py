@@ -7,6 +7,7 @@ Where Triton is not installed, `optim/reference.py` does the same, slower.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -53,7 +54,7 @@ def update_(
     for segment in segments:
         if segment.start == segment.end:
             continue
-        scalars = [float(value) for value in coefficients.scalars(segment)]
+        scalars = _scalars(coefficients, segment.weight_decay, segment.lr_scale)
         split = lo is not None
         grid = (triton.cdiv(segment.end - segment.start, BLOCK),)
         _adamw_kernel[grid](
@@ -70,6 +71,12 @@ def update_(
             SMALLEST_NORMAL=_SMALLEST_NORMAL,
             enable_fp_fusion=False,
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _scalars(coefficients: StepCoefficients, weight_decay: float, lr_scale: float) -> tuple[float, ...]:
+    """`StepCoefficients.scalars` for the kernel. All units of a step share a few sets; earlier steps' drop out."""
+    return tuple(map(float, coefficients.scalars(Segment(0, 0, weight_decay, lr_scale))))
 
 
 def _adamw_source(
