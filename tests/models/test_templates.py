@@ -15,7 +15,7 @@ from families import BY_NAME, FAMILIES, Family, build, config
 from megatrain.models import templates
 from megatrain.models.build import build_meta_model
 from megatrain.models.structure import take_apart
-from megatrain.models.templates import LayerCode, Leaves, template_groups
+from megatrain.models.templates import LayerCode, template_groups
 
 
 def groups(name: str) -> list[int]:
@@ -182,107 +182,3 @@ def test_eager_code_asks_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, module = fake_compile(monkeypatch), Layer(0)
     LayerCode(module, "layer_0", compiled=False)("keep", bound(module), (torch.randn(2, 3),), {})
     assert asked == []
-
-
-# ------------------------------------------------------------------ guards once a pass
-
-
-class Scaled(nn.Module):
-    """Its factor is a plain attribute, which compiled code guards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.factor = nn.Parameter(torch.ones(3)), 2.0
-
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, flag: bool = False, more: Any = None) -> Any:
-        x = x * self.weight * self.factor
-        return -x if flag else x if other is None else x + other
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> LayerCode:
-    """Code of a layer in the middle of a pass: one call was checked, and then the layer changed, which only guards notice."""
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
-    code = LayerCode(Scaled(), "scaled", compiled=True)
-    call(code, torch.ones(2, 3))
-    change(code, 10.0)
-    return code
-
-
-def change(code: LayerCode, factor: float) -> None:
-    """Change what only guards notice."""
-    assert isinstance(code.module, Scaled)
-    code.module.factor = factor
-
-
-def call(code: LayerCode, x: torch.Tensor, *args: Any, weight: torch.Tensor | None = None, **kwargs: Any) -> float:
-    weights = Leaves({"weight": torch.ones(3) if weight is None else weight})
-    return float(code("keep", weights, (x, *args), kwargs, weights.kind).detach().flatten()[0])
-
-
-def test_a_call_of_the_same_kind_is_checked_once_in_a_pass(passes: LayerCode) -> None:
-    """[Note: guards once a pass]"""
-    assert call(passes, torch.full((2, 3), 3.0)) == 6.0, "checked again, without a need"
-    passes.forget_checks()
-    assert call(passes, torch.full((2, 3), 3.0)) == 30.0
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "want"),
-    [
-        ((torch.ones(3, 3),), {}, 10.0),
-        ((torch.ones(3, 2).t(),), {}, 10.0),
-        ((torch.ones(2, 3, dtype=torch.float64),), {}, 10.0),
-        ((torch.ones(2, 3, requires_grad=True),), {}, 10.0),
-        ((torch.ones(2, 3),), {"flag": True}, -10.0),
-        ((torch.ones(2, 3),), {"other": torch.ones(2, 3)}, 11.0),
-        ((torch.ones(2, 3),), {"weight": torch.ones(3, requires_grad=True)}, 10.0),
-        ((torch.ones(2, 3),), {"more": object()}, 10.0),
-    ],
-    ids=["shape", "strides", "dtype", "gradient", "plain value", "one more tensor", "trained weight", "unknown object"],
-)
-def test_a_call_of_another_kind_is_checked(
-    passes: LayerCode, args: tuple[Any, ...], kwargs: dict[str, Any], want: float
-) -> None:
-    assert call(passes, *args, **kwargs) == want
-
-
-def test_a_call_without_gradients_is_another_kind(passes: LayerCode) -> None:
-    with torch.no_grad():
-        assert call(passes, torch.ones(2, 3)) == 10.0
-
-
-def test_one_tensor_in_two_places_is_another_kind_than_two_tensors(passes: LayerCode) -> None:
-    x = torch.ones(2, 3)
-    change(passes, 2.0)
-    passes.forget_checks()
-    torch._dynamo.reset()
-    assert call(passes, x, torch.ones(2, 3)) == 3.0
-    change(passes, 10.0)
-    assert call(passes, torch.ones(2, 3), torch.ones(2, 3)) == 3.0, "two other tensors"
-    assert call(passes, x, x) == 11.0
-
-
-def test_what_is_always_checked(passes: LayerCode) -> None:
-    """Calls whose tensors are of no known kind, and code that exists twice."""
-    assert passes("keep", {"weight": torch.ones(3)}, (torch.ones(2, 3),), {}).flatten()[0] == 10.0
-    passes.forget_checks()
-    assert call(passes, torch.ones(2, 3)) == 10.0
-    change(passes, 2.0)
-    assert call(passes, torch.ones(2, 3)) == 2.0
-
-
-def test_code_in_pieces_is_always_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(Scaled):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * self.weight
-            torch._dynamo.graph_break()
-            return x * self.factor
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager", **options))
-    code = LayerCode(Broken(), "broken", compiled=True)
-    assert call(code, torch.ones(2, 3)) == 2.0
-    change(code, 10.0)
-    assert call(code, torch.ones(2, 3)) == 10.0
