@@ -233,7 +233,15 @@ def _trace_shape(arguments: argparse.Namespace) -> None:
 
 def _config_file(given: str) -> Path:
     path = Path(given)
-    return path / "config.yaml" if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    if (path / "config.json").is_file() and not (path / "config.yaml").exists():
+        raise UserError(
+            "is a model's folder, not a run's",
+            given,
+            "give the YAML file of a run; `eval` takes a model with --checkpoint",
+        )
+    return path / "config.yaml"
 
 
 def _newest_checkpoint(given: Path) -> Path | None:
