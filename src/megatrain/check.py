@@ -121,6 +121,7 @@ def prepare(
     data = _look_at_data(run, files, log)
     steps = steps_of(run, data.loader.steps_per_epoch)
     _say_steps(run, steps, data.loader, log)
+    _warn_of_large_step(run, data.loader)
     if run.schedule.steps is None:
         _check_disk(run, model, steps.total, log)
     _warn_of_no_validation(run)
@@ -417,6 +418,17 @@ def _say_steps(run: RunConfig, steps: Steps, loader: StepLoader, log: Callable[[
         f"{counted(steps.total, 'step')} of {run.batch.tokens_per_step:,} tokens ({loader.steps_per_epoch:,} per epoch); "
         f"{run.schedule.kind} schedule, {counted(steps.warmup, 'step')} of warm-up to {run.optim.learning_rate:g}"
     )
+
+
+def _warn_of_large_step(run: RunConfig, loader: StepLoader) -> None:
+    if loader.rows_per_epoch < loader.rows_per_step:
+        logger.warning(
+            "batch.tokens_per_step: a step would take %s, an epoch has %s: every step is one epoch, and smaller than asked "
+            "for; %s tokens or fewer make several steps of it",
+            counted(loader.rows_per_step, "row"),
+            counted(loader.rows_per_epoch, "row"),
+            f"{max(1, loader.rows_per_epoch // 2) * run.data.max_tokens:,}",
+        )
 
 
 def _warn_of_no_validation(run: RunConfig) -> None:
