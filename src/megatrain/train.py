@@ -114,6 +114,11 @@ def train(
         for signal in ("save", "stop"):
             if folder.taken(signal):
                 log.info(f"the file {signal} in {folder.path} is from before the start; removed")
+        if engine is None:  # minutes, for a large model
+            made = "making random" if run.model.init == "random" else "reading the"
+            log.info(
+                f"{made} weights" if prepared.start_from is None else f"reading the state of {prepared.start_from}"
+            )
         with errors_into_log(log), engine_for(prepared, engine) as running:
             return Loop(prepared, running, folder, log, stop).run()
 
