@@ -88,6 +88,21 @@ def test_the_folder_of_a_run(files: Path, tmp_path: Path) -> None:
     assert log.count("  loss ") == 4
 
 
+def test_the_last_words_of_a_run(files: Path, tmp_path: Path) -> None:
+    words = ["--schedule.steps=2", "--data.val={fraction: 0.5}", "--eval.at_start"]
+    run = make(files, tmp_path, *words, "--checkpoint.at_end=false", "--checkpoint.every_steps=null")
+    summary = train(run, engine=CountingEngine())
+    found = records(run)
+    assert found[0].step == 0
+    assert (summary.first_val_loss, summary.val_loss) == (found[0].val_loss, found[-1].val_loss)
+    last = log_of(run).splitlines()[-1]
+    for part in (
+        f"training loss {found[1].loss:.4f} -> {found[-1].loss:.4f} (first and last step alone); ",
+        f"validation loss {found[0].val_loss:.4f} -> {found[-1].val_loss:.4f}; no checkpoint; picture",
+    ):
+        assert part in last
+
+
 # CASES 3: the last, partial step of an epoch is trained with its own token count.
 
 

@@ -453,7 +453,12 @@ def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> 
 
 def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[str], None]) -> None:
     one, count = ledger.checkpoint_bytes(model.shape), ledger.checkpoints_at_once(run, total_steps)
-    log(f"disk: {ledger.gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
+    if count:
+        log(f"disk: {ledger.gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
+    else:
+        log(
+            f"disk: {ledger.gib(one)} a checkpoint; the config asks for none (checkpoint.every_steps, checkpoint.at_end)"
+        )
     ledger.refuse_if_disk_too_small(run, one, count)
 
 
