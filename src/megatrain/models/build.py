@@ -366,7 +366,8 @@ def _refuse_non_decoder(config: PreTrainedConfig, where: str, trust_remote_code:
 
 
 def _near(name: str, candidates: list[str]) -> list[str]:
-    return difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    return close or sorted(other for other in candidates if name and other.lower().startswith(name.lower()))[:3]
 
 
 def _first_line(error: BaseException) -> str:
