@@ -65,6 +65,11 @@ def test_a_temperature_draws_by_the_seed(model: Path, capsys: pytest.CaptureFixt
         (["--prompt=", "--plain"], "the prompt '' has no token"),
         (["--prompt=hello", "--tokens=9999"], r"longer than the 256 positions of the model"),
         (["--prompt=hello", "--run.seed=3"], "generate takes no keys of a config"),
+        (["--prompt=hello", "--max_new_tokens=3"], r'did you mean "--tokens"\?\n  -> see `megatrain generate --help`'),
+        (
+            ["--prompt=hello", "--learning_rate=3"],
+            "unknown argument '--learning_rate=3'\n  -> see `megatrain generate --help`",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_said(

@@ -81,7 +81,7 @@ def test_samples_longer_than_the_model_are_dropped_only_with_a_word(
     assert main(["init", str(files / "model"), "long.jsonl"]) == 0
     assert load_config("run.yaml").data.overflow == "drop"
     assert "# 1 sample (25.0%) longer than the model's positions" in Path("run.yaml").read_text()
-    assert "1 sample longer than 256 tokens: drop" in capsys.readouterr().out
+    assert "longer than 256 tokens: drop; 1 left out" in capsys.readouterr().out
 
 
 def test_a_name_that_yaml_would_take_apart_comes_back_whole(files: Path, tmp_path: Path) -> None:

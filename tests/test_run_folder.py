@@ -97,8 +97,10 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         run.resume_point(str(other.checkpoint(7)))
     with pytest.raises(UserError, match="no such checkpoint"):
         run.resume_point(str(run.checkpoint(6)))
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    with pytest.raises(UserError, match=r"not a complete checkpoint\n.*its newest is .*run/checkpoints/step_000010"):
         run.resume_point(str(run.path))
+    with pytest.raises(UserError, match="give a folder like RUN/checkpoints/step_000100"):
+        run.resume_point(str(tmp_path))
 
 
 def test_old_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:

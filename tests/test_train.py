@@ -17,6 +17,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.loader import StepLoader
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.record import StepRecord, read_records
+from megatrain.preflight import steps_of
 from megatrain.train import TrainSummary, train
 from tiny_run import config, prepare, write_texts
 
@@ -85,6 +86,21 @@ def test_the_folder_of_a_run(files: Path, tmp_path: Path) -> None:
     log = log_of(run)
     assert "4 steps of 256 tokens" in log
     assert log.count("  loss ") == 4
+
+
+def test_the_last_words_of_a_run(files: Path, tmp_path: Path) -> None:
+    words = ["--schedule.steps=2", "--data.val={fraction: 0.5}", "--eval.at_start"]
+    run = make(files, tmp_path, *words, "--checkpoint.at_end=false", "--checkpoint.every_steps=null")
+    summary = train(run, engine=CountingEngine())
+    found = records(run)
+    assert found[0].step == 0
+    assert (summary.first_val_loss, summary.val_loss) == (found[0].val_loss, found[-1].val_loss)
+    last = log_of(run).splitlines()[-1]
+    for part in (
+        f"training loss {found[1].loss:.4f} -> {found[-1].loss:.4f} (first and last step alone); ",
+        f"validation loss {found[0].val_loss:.4f} -> {found[-1].val_loss:.4f}; no checkpoint; picture",
+    ):
+        assert part in last
 
 
 # CASES 3: the last, partial step of an epoch is trained with its own token count.
@@ -371,12 +387,20 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(files: Path, tmp_path: Path) 
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("warmup", ["--schedule.warmup_steps=4", "--schedule.warmup_ratio=0.99"])
-def test_a_warm_up_as_long_as_the_run_is_refused_before_the_start(files: Path, tmp_path: Path, warmup: str) -> None:
+def test_a_warm_up_as_long_as_the_run_is_refused_before_the_start(files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a warm-up of 4 steps does not fit into a run of 4") as caught:
-        train(make(files, tmp_path, warmup), engine=CountingEngine())
-    assert "schedule.warmup_" in str(caught.value)
+        train(make(files, tmp_path, "--schedule.warmup_steps=4"), engine=CountingEngine())
+    assert "schedule.warmup_steps" in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("ratio", "total", "warmup"), [(0.03, 1, 0), (0.03, 2, 1), (0.99, 4, 3), (0.5, 4, 2)])
+def test_a_share_of_a_run_is_less_than_the_run(
+    files: Path, tmp_path: Path, ratio: float, total: int, warmup: int
+) -> None:
+    """A run of one step is how one tries a config that warms up by a ratio."""
+    run = make(files, tmp_path, f"--schedule.warmup_ratio={ratio}", f"--schedule.steps={total}")
+    assert steps_of(run).warmup == warmup
 
 
 def test_steps_are_counted_after_packing(files: Path, tmp_path: Path) -> None:

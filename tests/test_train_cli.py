@@ -449,12 +449,22 @@ def test_check_writes_no_run_folder_and_says_what_a_run_is(own_files: Path, caps
         assert word in out
 
 
+def test_a_step_larger_than_the_data_is_said(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(own_files / "run.yaml")]) == 0
+    assert "an epoch has" not in capsys.readouterr().out
+    assert main(["check", str(own_files / "run.yaml"), "--batch.tokens_per_step=65536"]) == 0
+    out = capsys.readouterr().out
+    assert "a step would take 1,024 rows, an epoch has" in out
+    assert "smaller than asked for" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["train", "run.yaml", "--learning_rate", "1"], 'did you mean "--optim.learning_rate"?'),
         (["train", "run.yaml", "--allow-changes=data"], "--allow-changes: means nothing without --resume"),
         (["train", "nothing.yaml"], "nothing.yaml: no such file"),
+        (["eval", "model"], "model: is a model's folder, not a run's"),
         (["eval", "run.yaml"], "data.val: is not set"),
         (["eval", "run.yaml", "--data.val=x.txt", "--checkpoint", "nowhere"], "nowhere: no such model folder"),
     ],

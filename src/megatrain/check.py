@@ -121,6 +121,7 @@ def prepare(
     data = _look_at_data(run, files, log)
     steps = steps_of(run, data.loader.steps_per_epoch)
     _say_steps(run, steps, data.loader, log)
+    _warn_of_large_step(run, data.loader)
     if run.schedule.steps is None:
         _check_disk(run, model, steps.total, log)
     _warn_of_no_validation(run)
@@ -419,6 +420,17 @@ def _say_steps(run: RunConfig, steps: Steps, loader: StepLoader, log: Callable[[
     )
 
 
+def _warn_of_large_step(run: RunConfig, loader: StepLoader) -> None:
+    if loader.rows_per_epoch < loader.rows_per_step:
+        logger.warning(
+            "batch.tokens_per_step: a step would take %s, an epoch has %s: every step is one epoch, and smaller than asked "
+            "for; %s tokens or fewer make several steps of it",
+            counted(loader.rows_per_step, "row"),
+            counted(loader.rows_per_epoch, "row"),
+            f"{max(1, loader.rows_per_epoch // 2) * run.data.max_tokens:,}",
+        )
+
+
 def _warn_of_no_validation(run: RunConfig) -> None:
     asked = [name for name in ("every_steps", "at_start") if getattr(run.eval, name)]
     if run.data.val is None and asked:
@@ -441,7 +453,12 @@ def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> 
 
 def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[str], None]) -> None:
     one, count = ledger.checkpoint_bytes(model.shape), ledger.checkpoints_at_once(run, total_steps)
-    log(f"disk: {ledger.gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
+    if count:
+        log(f"disk: {ledger.gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
+    else:
+        log(
+            f"disk: {ledger.gib(one)} a checkpoint; the config asks for none (checkpoint.every_steps, checkpoint.at_end)"
+        )
     ledger.refuse_if_disk_too_small(run, one, count)
 
 

@@ -8,6 +8,7 @@ ours is one message without a traceback; anything else is a bug and keeps its tr
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -43,21 +44,15 @@ def _run(words: list[str]) -> int:
     # tokenizers warns when a process forks after it has used threads; data loading owns the threads here
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if unknown:
-        raise _unknown_argument(unknown[0])
-    if arguments.command in ("export", "verify"):
+        raise _unknown_argument(unknown[0], arguments)
+    if arguments.command in _WITHOUT_KEYS:
         if overrides:
-            raise UserError(f"{arguments.command} takes no keys of a config", overrides[0].flag)
-        _on_a_checkpoint(arguments)
-        return 0
-    if arguments.command in ("init", "plot", "monitor", "generate"):
-        if overrides:
-            raise UserError(f"{arguments.command} takes no keys of a config", overrides[0].flag)
-        _without_a_config(arguments)
-        return 0
-    if arguments.command in ("doctor", "bench"):
-        if overrides:
-            raise UserError(f"{arguments.command} takes no keys", overrides[0].flag, "they belong to RUN.yaml")
-        (_doctor if arguments.command == "doctor" else _bench)(arguments)
+            raise UserError(
+                f"{arguments.command} takes no keys of a config",
+                overrides[0].flag,
+                f"they belong into RUN.yaml; `megatrain {arguments.command} --help` says what it takes",
+            )
+        _WITHOUT_KEYS[arguments.command](arguments)
         return 0
     if arguments.command == "trace" and arguments.shape is not None:
         if overrides or arguments.config is not None:
@@ -233,7 +228,15 @@ def _trace_shape(arguments: argparse.Namespace) -> None:
 
 def _config_file(given: str) -> Path:
     path = Path(given)
-    return path / "config.yaml" if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    if (path / "config.json").is_file() and not (path / "config.yaml").exists():
+        raise UserError(
+            "is a model's folder, not a run's",
+            given,
+            "give the YAML file of a run; `eval` takes a model with --checkpoint",
+        )
+    return path / "config.yaml"
 
 
 def _newest_checkpoint(given: Path) -> Path | None:
@@ -245,12 +248,28 @@ def _newest_checkpoint(given: Path) -> Path | None:
     return latest_complete(given / "checkpoints") if (given / "checkpoints").is_dir() else None
 
 
-def _unknown_argument(word: str) -> UserError:
+def _unknown_argument(word: str, arguments: argparse.Namespace) -> UserError:
+    """What was probably meant: an option of the command itself, else a key, where the command takes keys."""
     from megatrain.config.load import suggest_key
 
-    key = word.lstrip("-").partition("=")[0]
-    suggestion = suggest_key(key)
+    name, command = word.lstrip("-").partition("=")[0], arguments.command
+    own = {option.replace("_", "-") for option in vars(arguments)} - {"command", "takes-keys"}
+    near = difflib.get_close_matches(name.replace("_", "-"), own, n=1)
+    suggestion = near[0] if near else None if command in _WITHOUT_KEYS else suggest_key(name)
     return UserError(
         f"unknown argument {word!r}" + (f'; did you mean "--{suggestion}"?' if suggestion else ""),
-        remedy="see `megatrain train --help-all`",
+        remedy=f"see `megatrain {command} --help`" if command in _WITHOUT_KEYS else "see `megatrain train --help-all`",
     )
+
+
+_WITHOUT_KEYS = {
+    "export": _on_a_checkpoint,
+    "verify": _on_a_checkpoint,
+    "init": _without_a_config,
+    "plot": _without_a_config,
+    "monitor": _without_a_config,
+    "generate": _without_a_config,
+    "doctor": _doctor,
+    "bench": _bench,
+}
+"""Commands that take no RUN.yaml, and so no key of one."""

@@ -174,12 +174,14 @@ def steps_of(run: RunConfig, steps_per_epoch: int | None = None) -> Steps:
     section = run.schedule
     assert steps_per_epoch is not None or section.steps is not None, "a length in epochs needs the data"
     total = section.total_steps(steps_per_epoch or 0)
-    warmup = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else section.warmup_steps or 0
+    # A share is less than the whole, and only its rounding makes it all of a short run: one step to try things out must go.
+    share = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else 0
+    warmup = min(share, total - 1) if section.warmup_ratio else section.warmup_steps or 0
     if warmup >= total:
         raise UserError(
             f"a warm-up of {counted(warmup, 'step')} does not fit into a run of {total}"
             + (f" ({steps_per_epoch} per epoch)" if steps_per_epoch is not None else ""),
-            "schedule.warmup_ratio" if section.warmup_ratio else "schedule.warmup_steps",
+            "schedule.warmup_steps",
             "shorten the warm-up, or train longer (schedule.epochs, schedule.steps) or in smaller steps "
             "(batch.tokens_per_step)",
         )

@@ -117,7 +117,11 @@ class RunFolder:
     def _chosen(self, chosen: Path, used: bool) -> Path:
         if not is_complete(chosen):
             there = "is not a complete checkpoint" if chosen.is_dir() else "no such checkpoint folder"
-            raise UserError(there, f"--resume {chosen}", "give a folder like RUN/checkpoints/step_000100")
+            newest = latest_complete(chosen / "checkpoints") if (chosen / "checkpoints").is_dir() else None
+            remedy = (
+                f"its newest is {newest}" if newest is not None else "give a folder like RUN/checkpoints/step_000100"
+            )
+            raise UserError(there, f"--resume {chosen}", remedy)
         if used and chosen.resolve().parent != self.checkpoints.resolve():
             raise UserError(
                 f"holds another run than {chosen}",

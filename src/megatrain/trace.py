@@ -125,7 +125,8 @@ def take_steps(
             batch, _ = ahead.next()
             result = engine.train_step(batch, learning_rate=learning_rate_at(number))
             kind = "warm-up" if number < warmup else "traced"
-            say(f"step {number + 1} ({kind}): loss {result.loss}, {result.seconds['step']:.3f} s")
+            loss = "n/a" if result.loss is None else f"{result.loss:.4f}"
+            say(f"step {number + 1} ({kind}): loss {loss}, {result.seconds['step']:.3f} s")
             if number == warmup and checkpoint is not None:
                 _save(engine, checkpoint, saving)
     engine.wait_saved()

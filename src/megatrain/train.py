@@ -63,6 +63,7 @@ class TrainSummary:
         val_step: The step after which it was measured.
         checkpoint: The newest checkpoint.
         stopped_by: The signal, or file, that ended the run early; None if it went to its end.
+        first_val_loss: The first validation loss, if there was more than one; with `eval.at_start` that of the model given.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class TrainSummary:
     val_step: int | None
     checkpoint: Path | None
     stopped_by: str | None
+    first_val_loss: float | None = None
 
 
 def train(
@@ -107,6 +109,11 @@ def train(
             total, step = prepared.total_steps, prepared.past.step
             return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
         open_folder(folder, run, log)
+        if engine is None:  # minutes, for a large model
+            made = "making random" if run.model.init == "random" else "reading the"
+            log.info(
+                f"{made} weights" if prepared.start_from is None else f"reading the state of {prepared.start_from}"
+            )
         with errors_into_log(log), engine_for(prepared, engine) as running:
             return Loop(prepared, running, folder, log, stop).run()
 
@@ -462,6 +469,7 @@ class Loop:
             val_step=val_step,
             checkpoint=self.saves.checkpoint,
             stopped_by=self.stop.requested,
+            first_val_loss=validated[0][1] if len(validated) > 1 else None,
         )
 
 
@@ -522,14 +530,15 @@ def _finite(value: float | None) -> float | None:
 
 
 def _last_words(summary: TrainSummary, folder: RunFolder) -> str:
-    fall = (
-        f"training loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if summary.first_loss is not None else ""
-    )
-    validation = f"validation loss {summary.val_loss:.4f}" if summary.val_loss is not None else ""
-    if validation and summary.val_step != summary.step:
-        validation += f" (of step {summary.val_step})"
-    where = f"checkpoint {summary.checkpoint}, picture {folder.plot}"
-    return "; ".join(part for part in (f"{counted(summary.step, 'step')} done", fall, validation, where) if part)
+    parts = [f"{counted(summary.step, 'step')} done"]
+    if summary.first_loss is not None:
+        parts.append(f"training loss {summary.first_loss:.4f} -> {summary.last_loss:.4f} (first and last step alone)")
+    if summary.val_loss is not None:
+        begun = f"{summary.first_val_loss:.4f} -> " if summary.first_val_loss is not None else ""
+        of_step = f" (of step {summary.val_step})" if summary.val_step != summary.step else ""
+        parts.append(f"validation loss {begun}{summary.val_loss:.4f}{of_step}")
+    parts.append(f"checkpoint {summary.checkpoint}" if summary.checkpoint is not None else "no checkpoint")
+    return "; ".join([*parts, f"picture {folder.plot}"])
 
 
 def _why_it_stops(diverged: Divergence, target: Path | None, rollbacks: int, config: RunConfig) -> str:

@@ -86,7 +86,7 @@ def test_the_other_policies_say_what_they_did(tmp_path: Path, overflow: str, sam
     rows, _ = _load(tmp_path, path, overflow=overflow, log=lines)
     assert rows.stats.samples == samples
     assert rows.stats.longest <= 64
-    assert any(line.startswith(f"{path}: 2 samples longer than 64 tokens: {overflow}") for line in lines)
+    assert any(line.startswith(f"{path}: 2 of 3 samples (66.7%) longer than 64 tokens: {overflow}") for line in lines)
     assert rows.stats.targets == (rows.arrays(range(len(rows)))["labels"] != -100).sum()
 
 

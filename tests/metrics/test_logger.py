@@ -86,6 +86,8 @@ def test_the_line_of_a_step() -> None:
         "step  12/300  loss 2.3457  norm 1.23  lr 1.00e-05  10.2k tok/s (1.5k trained)  "
         "2.00 s (forward 0.50, data 0.10)  ETA 0:14:58"
     )
+    slow = step_line(record(1, processed_tokens_per_s=12.3, trained_tokens_per_s=0.22), 3, left_s=9.0)
+    assert "  12 tok/s (0.2 trained)  " in slow, "a slow machine is not one that stands still"
 
 
 def test_a_step_without_loss_says_so() -> None:

@@ -233,6 +233,13 @@ def test_refused_folders(tmp_path: Path):
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(UserError, match=r"did you mean .*smollm2"):
         load_model_config(tmp_path / "smollm")
+    (tmp_path / "Qwen9-135M-Instruct").mkdir()
+    with pytest.raises(UserError, match=r"did you mean .*Qwen9-135M-Instruct"):
+        load_model_config(tmp_path / "qwen9")
+    with pytest.raises(UserError, match=r"nothing is downloaded: `hf download nobody/nothing`"):
+        load_model_config("nobody/nothing")
+    with pytest.raises(UserError, match=r"give a folder with config\.json"):
+        load_model_config(tmp_path / "other")
     (tmp_path / "smollm2" / "config.jsn").touch()
     with pytest.raises(UserError, match=r"did you mean config\.jsn"):
         load_model_config(tmp_path / "smollm2")

@@ -118,7 +118,9 @@ def _facts(
         facts["trained tokens"] = f"{sum(record.trained_tokens for record in run.records):,}"
         if losses:
             facts["training loss, first and last step"] = f"{losses[0]:.4f}, {losses[-1]:.4f}"
-        if validated:
+        if len(validated) == 1:
+            facts["validation loss"] = f"{validated[0]:.4f}"
+        elif validated:
             facts["validation loss, first and last"] = f"{validated[0]:.4f}, {validated[-1]:.4f}"
     settings = {**(extra.get("schedule") or {}), **(extra.get("settings") or {})}
     facts |= {name: str(value) for name, value in settings.items() if value not in (None, [])}

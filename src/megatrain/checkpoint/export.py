@@ -95,7 +95,8 @@ def export(
         plain = build_meta_model(config, compute_dtype=target, trust_remote_code=trust_remote_code)
         keep_fp32 = fp32_parameter_names(plain, target)
         rest = [name for name in manifest.files if _goes_along(name, source)]
-        say(f"{source}: step {opened.step}, to {out} as {str(target).removeprefix('torch.')}")
+        rounded = "" if target == torch.float32 else ", rounded (--dtype fp32 keeps what was trained)"
+        say(f"{source}: step {opened.step}, to {out} as {str(target).removeprefix('torch.')}{rounded}")
 
         def units() -> Iterable[tuple[Unit, dict[str, torch.Tensor]]]:
             for unit in structure.units:

@@ -241,8 +241,8 @@ def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segmen
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
         log(
-            f"{part.source.path}: {counted(pieces.too_long, 'sample')} longer than {data.max_tokens} tokens: "
-            f"{data.overflow}{lost}"
+            f"{part.source.path}: {pieces.too_long:,} of {counted(len(lengths), 'sample')} "
+            f"({pieces.too_long / len(lengths):.1%}) longer than {data.max_tokens} tokens: {data.overflow}{lost}"
         )
     return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
 

@@ -245,7 +245,9 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def _thousands(value: float) -> str:
-    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+    if value >= 1000:
+        return f"{value / 1000:.1f}k"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def quiet_libraries() -> None:

@@ -78,6 +78,7 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
     speed.legend()
     for axes in (loss, rate, norm, speed):
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
 
     temporary = path.with_name(path.name + ".new")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,13 @@ def find_model_folder(path: str | Path) -> Path:
     if cached is not None:
         return cached
     near = _near(folder.name, [p.name for p in folder.parent.iterdir() if p.is_dir()]) if folder.parent.is_dir() else []
-    hint = f"did you mean {', '.join(str(folder.parent / name) for name in near)}?" if near else None
-    raise UserError("no such model folder", str(path), hint or "give a folder with config.json, or a cached hub id")
+    if near:
+        remedy = f"did you mean {', '.join(str(folder.parent / name) for name in near)}?"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir():  # what a hub id looks like
+        remedy = f"nothing is downloaded: `hf download {path}` puts it into the local cache; or give a folder with config.json"
+    else:
+        remedy = "give a folder with config.json, or a cached hub id"
+    raise UserError("no such model folder", str(path), remedy)
 
 
 def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -370,7 +376,8 @@ def _refuse_non_decoder(config: PreTrainedConfig, where: str, trust_remote_code:
 
 
 def _near(name: str, candidates: list[str]) -> list[str]:
-    return difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
+    return close or sorted(other for other in candidates if name and other.lower().startswith(name.lower()))[:3]
 
 
 def _first_line(error: BaseException) -> str:
