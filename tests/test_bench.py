@@ -83,3 +83,15 @@ def test_a_config_folder_is_a_shape(tmp_path: Path) -> None:
         str(tmp_path), rows=1, tokens=8, steps=1, warmup=1, device="cpu", machine_file=MACHINE, say=lambda _: None
     )
     assert report.parameters > 10_000
+
+
+def test_options_of_the_engine_are_of_the_kind_it_takes() -> None:
+    assert engine_overrides(["kept=1", "threads=2", "offloaded=all", "segment=null"]) == {
+        "kept": [1], "threads": 2, "offloaded": "all", "segment": None
+    }  # fmt: skip
+    for word in ("threads=abc", "budget=[1]", "gradient_plane=yes"):
+        with pytest.raises(UserError, match="should be"):
+            engine_overrides([word])
+    for word in ("model=x", "device=cpu", "verify=never", "self=1"):
+        with pytest.raises(UserError, match="is no NAME=VALUE of HostEngine"):
+            engine_overrides([word])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatrain import ledger
+from megatrain.checkpoint.writer import SLACK_BYTES, refuse_if_no_room
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.errors import PlanRefused, UserError
@@ -85,6 +87,20 @@ def test_no_space_is_known_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not enough space for 3 checkpoints") as caught:
         ledger.refuse_if_disk_too_small(config, 1 << 60, 3)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_space_that_a_save_would_refuse_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the first checkpoint, when the steps before it would be lost."""
+    config, usage = run("--run.dir", str(tmp_path / "run")), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(3 * 10**6) + SLACK_BYTES - 1))
+    with pytest.raises(UserError, match="not enough space for 3 checkpoints"):
+        ledger.refuse_if_disk_too_small(config, 10**6, 3)
+    with pytest.raises(UserError, match="no room for a checkpoint"):
+        refuse_if_no_room(tmp_path / "run", 3 * 10**6 + SLACK_BYTES)
+    ledger.refuse_if_disk_too_small(config, 10**6, 2)
+    ledger.refuse_if_disk_too_small(config, 10**9, 0)
 
 
 def test_host_memory_is_bounded_by_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:

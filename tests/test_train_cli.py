@@ -382,6 +382,20 @@ def test_no_space_for_the_checkpoints(
     assert "not enough space for 1 checkpoint of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["train"], ["plan"], ["verify"], ["plot"], ["monitor"]], ids=str)
+def test_what_the_system_refuses_is_no_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "x" * 300]) == 2
+    assert re.search(r"error: x+(/\S+)?: File name too long\n  -> check the path", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.train", "data.cache_dir", "run.dir"])
+def test_a_path_of_the_config_that_the_system_refuses_is_no_traceback(
+    key: str, own_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(own_files / "run.yaml"), f"--{key}={'x' * 300}"]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     used_folder(own_files)
     words = [*no_model(own_files), *no_data(own_files), *long_warm_up(own_files)]

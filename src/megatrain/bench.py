@@ -635,22 +635,29 @@ def _comparison(name: str, pair: dict[str, float], text: Callable[[float], str])
     return f"    {name:14} planned {text(pair['planned']):>11}, measured {text(pair['measured']):>11} ({pair['ratio'] - 1:+.1%})"
 
 
+GIVEN_OTHERWISE = ("self", "model", "device", "optim", "verify", "disturb")
+
+
 def engine_overrides(words: Sequence[str]) -> dict[str, Any]:
     """`NAME=VALUE` words as keyword arguments of `HostEngine`; a value is JSON, or a plain word.
 
     Raises:
-        UserError: The engine has no such argument.
+        UserError: The engine has no such argument, it is given otherwise, or the value is of another kind.
     """
-    known = inspect.signature(HostEngine.__init__).parameters
+    parameters = inspect.signature(HostEngine.__init__).parameters
+    known = {name: str(given.annotation) for name, given in parameters.items() if name not in GIVEN_OTHERWISE}
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if name not in known or not equals:
             raise UserError(f"{word!r} is no NAME=VALUE of HostEngine", "--option", f"names are {', '.join(known)}")
         try:
-            found[name] = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            found[name] = text
+            value = text
+        if known[name].startswith(("int", "float", "bool")) and isinstance(value, str | list | dict):
+            raise UserError(f"{name} should be {known[name].replace('None', 'null')}, found {text!r}", "--option")
+        found[name] = [value] if known[name].startswith("Collection") and isinstance(value, int) else value
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
 
 
+OF_THE_SYSTEM = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+)
+"""Refusals about a file that no code of ours is to blame for, wherever they come up."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -31,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatrainError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201  the one print outside the run logger: there is no run
         return error.exit_code
+    except OSError as error:
+        if error.errno not in OF_THE_SYSTEM or error.filename is None:
+            raise
+        remedy = "check the path, and the rights and the room there"
+        print(f"error: {UserError(str(error.strerror), str(error.filename), remedy)}", file=sys.stderr)  # noqa: T201
+        return UserError.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # noqa: T201
         return INTERRUPTED

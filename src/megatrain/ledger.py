@@ -150,11 +150,14 @@ def refuse_if_disk_too_small(run: RunConfig, one_bytes: int, count: int) -> None
     Raises:
         UserError: There is not enough space.
     """
+    from megatrain.checkpoint.writer import SLACK_BYTES  # here, because it brings transformers
+
     place = nearest_existing(Path(run.run.dir))
     free = shutil.disk_usage(place).free
-    if count * one_bytes > free:
+    if count and count * one_bytes + SLACK_BYTES > free:  # each save asks for so much more, for its small files
         raise UserError(
-            f"not enough space for {counted(count, 'checkpoint')} of {gib(one_bytes)} (12 bytes a parameter); {gib(free)} free",
+            f"not enough space for {counted(count, 'checkpoint')} of {gib(one_bytes)} (12 bytes a parameter); {gib(free)} free, "
+            f"of which {gib(SLACK_BYTES)} must stay",
             str(place),
             "free some space, set run.dir to another disk, or keep fewer (checkpoint.keep, checkpoint.every_steps)",
         )

@@ -70,7 +70,11 @@ class RunSaves:
 
         def write() -> None:
             self._engine.save(
-                target, weights_only=True, wait=not self._config.background, on_error=self._config.on_error
+                target,
+                weights_only=True,
+                wait=not self._config.background,
+                on_error=self._config.on_error,
+                buffer_bytes=self._buffer_bytes(),
             )
 
         self._attempt(target, write)
@@ -88,15 +92,18 @@ class RunSaves:
             raise UserError("exists already; nothing is overwritten", str(target), "move it away")
         started = time.perf_counter()
         self._running_step, self._said_s = step, started
-        buffer = self._config.buffer_gib
         self._running = self._engine.save(
             target,
             extra=self._extra(),
             wait=wait,
             on_error=self._config.on_error,
-            buffer_bytes=None if buffer == "auto" else int(buffer * GIB),
+            buffer_bytes=self._buffer_bytes(),
             then=lambda: self._ended(target, step, started),
         )
+
+    def _buffer_bytes(self) -> int | None:
+        buffer = self._config.buffer_gib
+        return None if buffer == "auto" else int(buffer * GIB)
 
     def _ended(self, target: Path, step: int, started: float) -> None:
         """In the writer's thread: the checkpoint is whole and was read back."""

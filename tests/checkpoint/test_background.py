@@ -207,6 +207,23 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
         assert_same(planes_of(engine), then)
 
 
+@pytest.mark.parametrize("placement", ["host", "partly resident"])
+def test_copies_take_no_memory_that_the_host_does_not_have(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
+) -> None:
+    """A save on a full host costs waits, not the run."""
+    slow_disk(0.001)
+    monkeypatch.setattr(background, "available_host_bytes", lambda: background.LEFT_BYTES)
+    with engine_of(**PLACEMENTS[placement]) as engine:
+        train(engine, data(1))
+        then = planes_of(engine)
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        train(engine, data(2, 1))
+        assert save.result(60).copied_bytes == 0
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
+
+
 def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

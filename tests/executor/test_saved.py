@@ -94,11 +94,33 @@ def test_a_backward_before_the_weights_are_back_is_a_bug() -> None:
         out.backward()
 
 
-def test_another_type_at_the_slot_s_address_is_not_taken_for_weights() -> None:
-    """A view of the slot's bytes as another type cannot be found again by counting elements."""
-    slot = torch.randn(16)
-    view = slot.view(torch.int16)
-    assert MovingTensors({"weights": slot})._pack(view) is view
+class Rotation(nn.Module):
+    """Reads its weights as complex numbers, and its input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.view(*x.shape[:-1], 4, 2)) * torch.view_as_complex(self.turn)
+        return torch.view_as_real(turned).flatten(-2)
+
+
+@pytest.mark.parametrize("offset", [0, 64, 6])
+def test_weights_and_inputs_that_are_read_as_another_type_are_left_out(offset: int) -> None:
+    torch.manual_seed(0)
+    module, x = Rotation(), torch.randn(2, 5, 8)
+    want, want_x = gradients(module, x, None)
+    got, got_x = gradients(module, x, offset)
+    assert torch.equal(got_x, want_x)
+    assert torch.equal(got["turn"], want["turn"])
+    hidden = x.clone()
+    moving, entered = MovingTensors({"input": hidden}), entrance(hidden)
+    with moving.left_out():
+        out = module(entered)
+    hidden.fill_(float("nan"))
+    moving.now = {"input": x}
+    assert torch.equal(torch.autograd.grad(out, module.turn, torch.ones_like(out))[0], want["turn"])
 
 
 def test_a_graph_with_an_entrance_holds_neither_its_input_nor_its_output() -> None:

@@ -44,6 +44,9 @@ from megatrain.models.structure import Unit
 
 logger = logging.getLogger(__name__)
 
+LEFT_BYTES = 1 << 30
+"""Host memory that copies leave free, whatever their bound: a run whose state fills the host must not end because it is saved."""
+
 
 class SaveCancelled(MegatrainError):
     """The save was given up on purpose; nothing of it is left."""
@@ -112,7 +115,7 @@ class RunningSave:
         plan: What to write.
         store: The planes.
         updates: Unit name -> its update of the step that is saved, where it may still run.
-        buffer_bytes: Most bytes of copies that exist at the same time. At least one unit is always let in.
+        buffer_bytes: Most bytes of copies that exist at the same time, but for one unit larger than that; less on a full host.
         then: Called in the thread when the checkpoint is whole and read back; its errors are the save's.
         reader: Copies resident units to the host.
     """
@@ -260,7 +263,7 @@ class RunningSave:
             case UnitState.PENDING:
                 size = _state_bytes(self._store.units[unit])
                 has_room = self._room_taken == 0 or self._room_taken + size <= self._buffer_bytes
-                return has_room and not self._refused
+                return has_room and not self._refused and size + LEFT_BYTES <= available_host_bytes()
             case UnitState.WRITING | UnitState.COPYING:
                 return False
         return True

@@ -417,7 +417,7 @@ class CheckpointConfig(Section):
     buffer_gib: GiB = Field(
         default="auto",
         description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
-        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least",
+        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least; never the host's last GiB",
     )
     on_error: Literal["warn", "stop"] = Field(
         default="stop",

@@ -407,7 +407,8 @@ class HostEngine(EngineBase):
             weights_only: bf16 weights without training state, 2 bytes a parameter.
             on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
             buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
-                need, within half of the host memory that is free at this moment, and never less than two large units.
+                need, within half of the host memory that is free at this moment, and never less than two large units. Copies
+                leave the host its last GiB in any case.
             then: Called, in the writer's thread, when the checkpoint is whole and was read back.
 
         Returns:

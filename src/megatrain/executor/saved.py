@@ -26,9 +26,13 @@ import torch
 
 @dataclass(frozen=True)
 class _Place:
-    """A saved tensor that lies inside one of the moving tensors."""
+    """A saved tensor that lies inside one of the moving tensors, maybe as another type: complex numbers, say.
+
+    `offset`: of its first element from the home's, in its own elements.
+    """
 
     home: str
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -42,7 +46,7 @@ class MovingTensors:
     """
 
     def __init__(self, homes: Mapping[str, torch.Tensor]):
-        self._ranges = [(name, t.data_ptr(), t.data_ptr() + t.nbytes, t.itemsize) for name, t in homes.items()]
+        self._ranges = [(name, t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in homes.items()]
         self.now: Mapping[str, torch.Tensor] = {}
         """Where they are during the backward; set right before it."""
 
@@ -54,9 +58,11 @@ class MovingTensors:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         address = tensor.data_ptr()
-        for name, start, end, itemsize in self._ranges:
-            if start <= address < end and tensor.itemsize == itemsize:
-                return _Place(name, tensor.shape, tensor.stride(), (address - start) // itemsize)
+        for name, start, end in self._ranges:
+            if start <= address < end:
+                assert (address - start) % tensor.itemsize == 0, (name, address - start, tensor.dtype)
+                offset = (address - start) // tensor.itemsize
+                return _Place(name, tensor.dtype, tensor.shape, tensor.stride(), offset)
         return tensor
 
     def _unpack(self, saved: torch.Tensor | _Place) -> torch.Tensor:
@@ -64,6 +70,8 @@ class MovingTensors:
             return saved
         assert saved.home in self.now, f"{saved.home}: not back yet"
         home = self.now[saved.home]
+        if home.dtype != saved.dtype:
+            home = home.view(-1).view(saved.dtype)
         return torch.as_strided(home, saved.size, saved.stride, saved.offset + home.storage_offset())
 
 
