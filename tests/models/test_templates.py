@@ -264,13 +264,19 @@ def test_one_tensor_in_two_places_is_another_kind_than_two_tensors(passes: Layer
     assert call(passes, x, x) == 11.0
 
 
-def test_what_is_always_checked(passes: LayerCode) -> None:
-    """Calls whose tensors are of no known kind, and code that exists twice."""
-    assert passes("keep", {"weight": torch.ones(3)}, (torch.ones(2, 3),), {}).flatten()[0] == 10.0
+def test_of_several_codes_the_one_whose_guards_hold_is_taken(passes: LayerCode) -> None:
     passes.forget_checks()
-    assert call(passes, torch.ones(2, 3)) == 10.0
-    change(passes, 2.0)
-    assert call(passes, torch.ones(2, 3)) == 2.0
+    assert call(passes, torch.ones(2, 3)) == 10.0, "compiled a second time"
+    for factor in (2.0, 10.0):
+        change(passes, factor)
+        passes.forget_checks()
+        assert call(passes, torch.ones(2, 3)) == factor
+        change(passes, 5.0)
+        assert call(passes, torch.full((2, 3), 2.0)) == 2 * factor
+
+
+def test_weights_of_no_known_kind_are_always_checked(passes: LayerCode) -> None:
+    assert passes("keep", {"weight": torch.ones(3)}, (torch.ones(2, 3),), {}).flatten()[0] == 10.0
 
 
 def test_code_in_pieces_is_always_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ class Shell:
         kind = (weights.kind, self._buffer_kinds[index]) if isinstance(weights, Leaves) else None
         return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs, kind)
 
-    def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> Leaves:
+    def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Leaves over a slot's views, in the dtype HF keeps each parameter in; those of frozen parameters need no gradient."""
         leaves = {}
         for name, view in views.items():
@@ -290,7 +290,7 @@ class Shell:
             if prefix + name in self.fp32_names:
                 leaf = leaf.float()
             leaves[name] = leaf.requires_grad_(requires_grad and prefix + name not in self.structure.frozen)
-        return Leaves(leaves)
+        return leaves
 
     def _place_buffer(self, name: str, buffer: torch.Tensor) -> None:
         layers_prefix = self.structure.layers_name + "."

@@ -28,7 +28,7 @@ On every call the compiler checks some hundred guards: on the module, its config
 one pass over the layers only what a call is given can differ. So when a call's guards have held, the calls of the same pass that
 are given the same, but for the contents of the tensors, go straight to the compiled code. What was checked is forgotten before
 the next pass (`LayerCode.forget_checks`), whose first call of each kind is checked again. Calls that are given anything else
-than tensors and plain values (block masks, caches) are always checked, and so is code that exists for several kinds of calls.
+than tensors and plain values (block masks, caches) are always checked.
 """
 
 from __future__ import annotations
@@ -240,24 +240,27 @@ class _Compiled:
         if self._checked is not None and self._checked[0] == asked:
             return self._checked[1](bound, args, kwargs)
         result = self._checking(dict(bound), args, kwargs)
-        code = _only_code(self._function)
+        code = self._code_for(dict(bound), args, kwargs)
         self._checked = None if code is None else (asked, code)
         return result
 
     def forget_check(self) -> None:
         self._checked = None
 
-
-def _only_code(function: types.FunctionType) -> Callable[..., Any] | None:
-    """What the compiler made of a function, without guards; None where there is not exactly one such code, and whole."""
-    entries = _debug_get_cache_entry_list(function.__code__)
-    if len(entries) != 1:
+    def _code_for(self, *given: Any) -> Callable[..., Any] | None:
+        """The compiled code whose guards hold for a call, without its guards; None where there is none, or it is in pieces."""
+        function = self._function
+        code_object, cells = function.__code__, function.__closure__ or ()
+        names = (*code_object.co_varnames[: code_object.co_argcount], *code_object.co_freevars)
+        seen = dict(zip(names, (*given, *(cell.cell_contents for cell in cells)), strict=True))
+        for entry in _debug_get_cache_entry_list(code_object):
+            if entry.guard_manager.check(seen):
+                code: types.CodeType = entry.code
+                in_pieces = any(name.startswith("__resume_at") for name in code.co_names)
+                if in_pieces or code.co_freevars != code_object.co_freevars:
+                    return None
+                return types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, cells)
         return None
-    code: types.CodeType = entries[0].code
-    broken = any(name.startswith("__resume_at") for name in code.co_names)
-    if broken or code.co_freevars != function.__code__.co_freevars:
-        return None
-    return types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:
