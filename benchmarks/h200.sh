@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The table of docs/benchmarks.md for one H200, row by row, each in a process of its own with a time limit.
 # Use: benchmarks/h200.sh ROW...      rows: 8b-32 8b-8 8b-24gib 14b 17b 4b deepspeed fsdp2 small save resume-lazy resume-eager (behind save)
+#                                     long-131072 long-262144 long-524288 instruments trace doctor
 # Logs go to $OUT (default: a temporary folder); the last lines of each are printed.
 set -u
 export PYTHONPATH=${PYTHONPATH:-src} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -31,6 +32,12 @@ for name in "$@"; do
     small) row "$name" 90 6 python3 benchmarks/small_units.py 16 1024 12 ;;
     save) row "$name" 200 9 python3 benchmarks/checkpoints.py run qwen3-4b 32 1024 "$disk" "$machine" ;;
     resume-*) row "$name" 120 2 python3 benchmarks/checkpoints.py resume qwen3-4b 32 1024 "$disk" "$machine" "${name#resume-}" ;;
+    long-524288) row "$name" 500 20 python3 benchmarks/long_context.py 524288 --layers 12 --machine "$machine" ;;
+    long-*) row "$name" 300 20 python3 benchmarks/long_context.py "${name#long-}" --machine "$machine" ;;
+    instruments) row "$name" 120 6 python3 benchmarks/instruments_cost.py qwen3-0.6b 8 1024 60 resident=all kept=all ;;
+    trace) row "$name" 120 6 python3 -m megatrain trace --shape qwen3-8b --rows 32 --tokens 1024 --steps 2 --machine "$machine" \
+      --out "$out/trace.json" --png "$out/pipeline.png" ;;
+    doctor) row "$name" 90 40 python3 -m megatrain doctor --again ;;
     *) echo "unknown row $name" >&2 ;;
   esac
 done

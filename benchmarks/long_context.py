@@ -90,7 +90,7 @@ def planned(shape: ModelShape, machine: Machine, tokens: int, host_gib: float, d
 
 def clock_a_layer(engine: HostEngine, shape: ModelShape, made: Plan, tokens: int) -> None:
     """Compile and time the first layer's code alone, in each variant that the plan uses, and say what a step comes to."""
-    device, runner = engine.device, engine._runner
+    device, runner = engine.device, engine._flows.runner
     unit = engine.structure.layers[0]
     flat = (torch.randn(unit.layout.numel, device=device) * 0.02).bfloat16()
     weights = {name: view.requires_grad_() for name, view in unit.layout.views(flat).items()}
@@ -159,7 +159,7 @@ def watch(engine: HostEngine, ended: threading.Event) -> None:
     """A line every 20 seconds: visits of layers that were launched, device memory now."""
     began = time.perf_counter()
     while not ended.wait(20):
-        stream = engine._weights
+        stream = engine._flows.weights
         memory = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
         say(
             f"  {time.perf_counter() - began:.0f} s: {stream._position} of {len(stream._visits)} visits launched, "

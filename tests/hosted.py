@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from families import FAMILIES, Family, build
 from megatrain.checkpoint.reader import load_checkpoint
-from megatrain.checkpoint.writer import save_checkpoint
+from megatrain.checkpoint.writer import plan_save, write_planned
 from megatrain.host.store import HostStore
 from megatrain.models.build import build_meta_model, load_model_config
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
@@ -85,14 +86,21 @@ def trained(folder: Path, split: bool = True, seed: int = 1) -> Hosted:
 
 
 def save(hosted: Hosted, target: Path, source: Path | None, **state) -> Path:
-    save_checkpoint(
+    return save_as(hosted, target, {"step": 1, **state}, source)
+
+
+def save_as(hosted: Hosted, target: Path, state: dict[str, Any], source: Path | None, **options: Any) -> Path:
+    """With further options of `plan_save`."""
+    plan = plan_save(
         target,
         structure=hosted.structure,
         store=hosted.store,
         buffers=hosted.buffers,
-        state={"step": 1, **state},
+        state=state,
         source_folder=source,
+        **options,
     )
+    write_planned(plan, ((unit, hosted.store.on_host(unit.name)) for unit in plan.units))
     return target
 
 

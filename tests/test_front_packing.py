@@ -111,7 +111,7 @@ def logits_of(engine: HostEngine, batch: dict[str, torch.Tensor]) -> torch.Tenso
         seen.append(logits.detach().clone())
         return cross_entropy_sum(logits, labels)
 
-    engine._runner._cross_entropy = keep
+    engine._flows.runner._cross_entropy = keep
     engine.eval_step(batch)
     return torch.cat(seen)
 

@@ -7,6 +7,7 @@ Commands that take a RUN.yaml take every key of it as an option too; those are n
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -83,7 +84,8 @@ class _Parser(argparse.ArgumentParser):
         if self.get_default("takes_keys"):
             from megatrain.config.help import MAIN_KEYS, describe_keys, section_names
 
-            text += _KEYS.format(keys=describe_keys(only=MAIN_KEYS), sections=", ".join(section_names()))
+            sections = textwrap.fill(", ".join(section_names()), 100)
+            text += _KEYS.format(keys=describe_keys(only=MAIN_KEYS), sections=sections)
         return text
 
 

@@ -324,7 +324,10 @@ def _measure_steps(
             data = time.perf_counter() - began
             result = engine.train_step(batch)
             seconds = {**result.seconds, "data": data}
-            seconds["loaded_bytes"], seconds["sent_bytes"] = engine._weights.loaded_bytes, engine._gradients.sent_bytes
+            seconds["loaded_bytes"], seconds["sent_bytes"] = (
+                engine._flows.weights.loaded_bytes,
+                engine._flows.gradients.sent_bytes,
+            )
             report.host_peak = max(report.host_peak, process.memory_info().rss)
             split = ", ".join(f"{name} {value:.3f}" for name, value in result.seconds.items())
             note = " (warm-up)" if step < warmup else ""

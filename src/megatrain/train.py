@@ -106,16 +106,21 @@ def train(
             log.info(f"stopped by {stop.requested} before the first step")
             total, step = prepared.total_steps, prepared.past.step
             return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
-        folder.create()
-        if not folder.config.exists():  # what marks the folder as a run's comes first: making the engine may take long
-            replace_text(folder.config, dump_config(run))
-        log.open_folder(folder.path)
-        folder.tidy()
-        for signal in ("save", "stop"):
-            if folder.taken(signal):
-                log.info(f"the file {signal} in {folder.path} is from before the start; removed")
+        open_folder(folder, run, log)
         with errors_into_log(log), engine_for(prepared, engine) as running:
             return Loop(prepared, running, folder, log, stop).run()
+
+
+def open_folder(folder: RunFolder, run: RunConfig, log: RunLogger) -> None:
+    """Make the run's folder, or take it over from a process that has ended; from now on `log` writes into it."""
+    folder.create()
+    if not folder.config.exists():  # what marks the folder as a run's comes first: making the engine may take long
+        replace_text(folder.config, dump_config(run))
+    log.open_folder(folder.path)
+    folder.tidy()
+    for signal in ("save", "stop"):
+        if folder.taken(signal):
+            log.info(f"the file {signal} in {folder.path} is from before the start; removed")
 
 
 @contextmanager

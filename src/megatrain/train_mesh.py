@@ -21,7 +21,6 @@ from rich.console import Console
 
 from megatrain.check import Prepared, check_mesh, mesh_ladder, prepare
 from megatrain.checkpoint.reader import complete_checkpoints
-from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig, WatchdogConfig
 from megatrain.divergence import Divergence
 from megatrain.errors import MegatrainError, UserError
@@ -38,7 +37,7 @@ from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.planner.shape import shape_of_structure
 from megatrain.run_folder import RunFolder
 from megatrain.stop import StopSignals
-from megatrain.train import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, replace_text
+from megatrain.train import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, open_folder
 
 
 def train_on_mesh(
@@ -68,16 +67,9 @@ def train_on_mesh(
             start.enter_context(watch.section("start"))
             folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
             prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
-            folder.create()
             if main:
-                if not folder.config.exists():  # see `train`
-                    replace_text(folder.config, dump_config(run))
-                log.open_folder(folder.path)
+                open_folder(folder, run, log)
                 launch.note_begun(folder.path)
-            folder.tidy()
-            for signal in ("save", "stop"):
-                if folder.taken(signal):
-                    log.info(f"the file {signal} in {folder.path} is from before the start; removed")
             stop = AgreedStop(signals, folder, device)
             stop.agree()
             rung = [times_out_of_memory(folder.path)]
@@ -106,12 +98,6 @@ class StartAgain(MegatrainError):
 
 class SilentFolder(RunFolder):
     """The run's folder as a rank sees it that reports nothing: paths, and no changes."""
-
-    def create(self) -> None:
-        pass
-
-    def tidy(self) -> None:
-        pass
 
     def taken(self, signal: str) -> bool:
         return False

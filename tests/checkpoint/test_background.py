@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import threading
 import time
@@ -180,6 +181,52 @@ def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
         train(engine, data(2))
         assert not (tmp_path / "one").exists()
         engine.save(tmp_path / "two")
+
+
+@pytest.mark.parametrize("refused_from", [0, 5])
+def test_without_memory_for_copies_updates_wait_for_the_writer(
+    refused_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
+) -> None:
+    """The save loses nothing, and neither side waits for a copy that nobody makes."""
+    slow_disk(0.001)
+    made, mapped = itertools.count(), background._mapped_like
+
+    def short(plane: torch.Tensor) -> torch.Tensor:
+        if next(made) >= refused_from:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mapped(plane)
+
+    monkeypatch.setattr(background, "_mapped_like", short)
+    with engine_of() as engine:
+        train(engine, data(1))
+        then = planes_of(engine)
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        train(engine, data(2, 1))
+        save.result(60)
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
+
+
+def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    go_on, write = threading.Event(), background.write_planned
+    monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
+    monkeypatch.setattr(RunningSave, "_copy_ahead", lambda self: None)
+    monkeypatch.setattr(HostReader, "read", no_memory)
+    with engine_of(resident="all", kept="all") as engine, engine_of(resident="all", kept="all") as calm:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+        train(engine, data(1, 1))
+        go_on.set()
+        with pytest.raises(OSError, match="no memory"):
+            save.result(60)
+        train(calm, data(2))
+        assert_same(planes_of(engine), planes_of(calm))
+    assert not (tmp_path / "one").exists()
 
 
 def test_copies_are_bounded(
@@ -427,14 +474,14 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
 
     monkeypatch.setattr(OpenCheckpoint, "restore", held)
     with engine_of() as again:
-        run_layer = again._runner.run_layer
+        run_layer = again._flows.runner.run_layer
 
         def noting(index: int, *rest: Any) -> Any:
             outputs = run_layer(index, *rest)
             reached_layer.set()
             return outputs
 
-        monkeypatch.setattr(again._runner, "run_layer", noting)
+        monkeypatch.setattr(again._flows.runner, "run_layer", noting)
         again.load(tmp_path / "ckpt", wait=False)
         assert not again._desk.loading.done()  # type: ignore[union-attr]
         assert train(again, data(1, 2)) == wanted

@@ -16,11 +16,23 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from families import build
-from hosted import BY_NAME, Hosted, as_bits, assert_same_state, host, host_folder, load, save, save_family, trained
+from hosted import (
+    BY_NAME,
+    Hosted,
+    as_bits,
+    assert_same_state,
+    host,
+    host_folder,
+    load,
+    save,
+    save_as,
+    save_family,
+    trained,
+)
 from megatrain.checkpoint import reader, writer
 from megatrain.checkpoint.files import MANIFEST_FILE
 from megatrain.checkpoint.reader import is_complete, latest_complete
-from megatrain.checkpoint.writer import checkpoint_bytes, save_checkpoint
+from megatrain.checkpoint.writer import checkpoint_bytes
 from megatrain.errors import UserError
 from megatrain.models.build import build_from_memory
 
@@ -140,10 +152,7 @@ def test_everything_but_weights_is_copied(llama: Path, tmp_path: Path):
     assert not any((target / name).exists() for name in left_out)
     saved = json.loads((target / "config.json").read_text())
     assert saved == config | {"torch_dtype": "bfloat16"}
-    save_checkpoint(
-        tmp_path / "trusted", structure=hosted.structure, store=hosted.store, buffers=hosted.buffers, state={},
-        source_folder=llama, trust_remote_code=True,
-    )  # fmt: skip
+    save_as(hosted, tmp_path / "trusted", {}, llama, trust_remote_code=True)
     assert (tmp_path / "trusted" / "modeling_odd.py").exists()
 
 
@@ -153,10 +162,7 @@ def test_tokenizer_given_wins_over_the_source(llama: Path, tmp_path: Path):
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template="{{ messages }}")
     hosted = trained(llama)
-    save_checkpoint(
-        tmp_path / "ckpt", structure=hosted.structure, store=hosted.store, buffers=hosted.buffers, state={},
-        source_folder=llama, tokenizer=tokenizer,
-    )  # fmt: skip
+    save_as(hosted, tmp_path / "ckpt", {}, llama, tokenizer=tokenizer)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "ckpt")
     assert loaded("b a")["input_ids"] == [1, 0]
     assert loaded.chat_template == "{{ messages }}"

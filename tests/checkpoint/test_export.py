@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hosted import Hosted, save, save_family, trained
+from hosted import Hosted, save, save_as, save_family, trained
 from megatrain.checkpoint import export as module
 from megatrain.checkpoint.export import export, find_checkpoint, verify
-from megatrain.checkpoint.writer import save_checkpoint
 from megatrain.cli import main
 from megatrain.config.load import dump_config, load_config
 from megatrain.errors import UserError
@@ -187,10 +186,7 @@ def test_verify_names_every_damaged_file_and_tensor(tmp_path: Path, capsys: pyte
 
 def test_weights_only_is_a_model_folder_of_two_bytes_a_parameter(tmp_path: Path) -> None:
     hosted, source, _ = checkpoint("llama", tmp_path)
-    save_checkpoint(
-        tmp_path / "weights", structure=hosted.structure, store=hosted.store, buffers=hosted.buffers, state={"step": 3},
-        source_folder=source, weights_only=True,
-    )  # fmt: skip
+    save_as(hosted, tmp_path / "weights", {"step": 3}, source, weights_only=True)
     assert not (tmp_path / "weights" / "state").exists()
     assert verify(tmp_path / "weights").total_bytes < 2.3 * hosted.structure.param_count + 20_000
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").state_dict()

@@ -66,6 +66,12 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def still_open(folder: Path) -> list[str]:
+    """Files below a folder, removed ones too, that this process holds open."""
+    held = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [path for path in held if path.startswith(str(folder))]
+
+
 def moments(calls: list[str], stride: int) -> list[int]:
     """Most calls write one of many tensors: every `stride`-th of all, and each of the last ones, which end the save."""
     return sorted({*range(0, len(calls), stride), *range(len(calls) - 10, len(calls))})
@@ -75,6 +81,7 @@ def moments(calls: list[str], stride: int) -> list[int]:
 def test_fault_at_a_system_call_of_a_save(
     code: int, stride: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(files, "FLUSH_BYTES", 1 << 12)  # as in files of many GiB
     runs = tmp_path / "runs"
     hosted = trained(llama)
     before = {key: tensor.clone() for key, tensor in hosted.planes().items()}
@@ -95,6 +102,7 @@ def test_fault_at_a_system_call_of_a_save(
             assert is_complete(runs / "step_2")
             shutil.rmtree(runs / "step_2")
         assert names(runs) == {"step_1"}, f"call {at}, {calls[at]}: something was left behind"
+        assert not still_open(runs), f"call {at}, {calls[at]}: the room on the disk is not free again"
         assert latest_complete(runs) == runs / "step_1"
     assert all(bool((as_bits(before[key]) == as_bits(tensor)).all()) for key, tensor in hosted.planes().items())
     save(hosted, runs / "step_2", llama, step=2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams
+from megatrain.host.arena import Arena, PinRefused, page_ceil
 from traced import TracedStreams
 
 
@@ -33,9 +35,28 @@ def test_memory_is_made_once_and_again_only_for_larger_inputs() -> None:
         store.put(0, hidden(seed, 1, 5, 4))
         assert torch.equal(store.take(0), hidden(seed, 1, 5, 4))
     assert store.nbytes == first
-    store.put(0, hidden(9, 40, 64))
-    assert store.nbytes > first
-    assert torch.equal(store.take(0), hidden(9, 40, 64))
+    for rows in (40, 80, 120):
+        store.put(0, hidden(9, rows, 64))
+        assert store.nbytes == page_ceil(rows * 64 * 4) > first, "what was too small is given back"
+        assert torch.equal(store.take(0), hidden(9, rows, 64))
+
+
+def test_where_the_system_refuses_to_pin_inputs_wait_in_plain_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def refuse(arena: Arena, cuts: list[int]) -> None:
+        asked.append(arena)
+        raise PinRefused(0, arena.nbytes, 2, "out of memory")
+
+    monkeypatch.setattr(Arena, "register", refuse)
+    streams = Streams(torch.device("cpu"))
+    streams.cuda = True
+    store = InputStore(streams, range(2))
+    assert [store._home(layer, hidden(layer, 2, 5)).numel() for layer in range(2)] == [10, 10]
+    assert len(asked) == 1
+    assert caplog.text.count("not pinned") == 1
 
 
 def test_what_a_window_put_does_not_change_when_the_tensor_does() -> None:

@@ -173,16 +173,16 @@ def test_a_step_that_is_not_finite_changes_no_byte(where: str, compute: str, mon
 
 def _break_numbers(engine: HostEngine, where: str, patch: pytest.MonkeyPatch) -> None:
     if where == "loss":
-        logits = engine._runner.shell.logits
-        patch.setattr(engine._runner.shell, "logits", lambda *a: logits(*a) * float("inf"))
+        logits = engine._flows.runner.shell.logits
+        patch.setattr(engine._flows.runner.shell, "logits", lambda *a: logits(*a) * float("inf"))
     else:
-        join = engine._gradients.send_layer
+        join = engine._flows.gradients.send_layer
 
         def poisoned(total: Any) -> None:
             total.flat[3] = float("inf")
             join(total)
 
-        patch.setattr(engine._gradients, "send_layer", poisoned)
+        patch.setattr(engine._flows.gradients, "send_layer", poisoned)
 
 
 def test_fp16_overflow_lowers_the_loss_scale_and_skips() -> None:
@@ -239,12 +239,14 @@ def test_router_jitter_is_replayed_in_the_recompute() -> None:
     assert error < 1e-5, name
 
 
-def test_evaluation_between_two_steps_changes_nothing() -> None:
-    """CASES 12, with dropout: bit for bit."""
+@pytest.mark.parametrize("chunk_rows", [None, 1])
+def test_evaluation_between_two_steps_changes_nothing(chunk_rows: int | None) -> None:
+    """CASES 12, with dropout: bit for bit; also where the evaluation is the first to ask which arguments go with the rows."""
     family = BY_NAME["gpt2"]
     weights = []
     for evaluate in (False, True):
-        with engine_of(build(family, seed=0, dropout=0.3), optim=AdamW(learning_rate=1e-3)) as engine:
+        optim = AdamW(learning_rate=1e-3)
+        with engine_of(build(family, seed=0, dropout=0.3), optim=optim, chunk_rows=chunk_rows) as engine:
             for step in range(3):
                 if evaluate:
                     engine.eval_step(batch(family, seed=9, rows=5, tokens=16))
@@ -402,14 +404,14 @@ def test_after_an_error_in_the_middle_of_a_step_the_engine_goes_on(
 
 
 def _fail_at(engine: HostEngine, call: int, error: type[BaseException], patch: pytest.MonkeyPatch) -> None:
-    counter, compute = itertools.count(1), engine._runner.shell.call_layer
+    counter, compute = itertools.count(1), engine._flows.runner.shell.call_layer
 
     def failing(*args: Any) -> Any:
         if next(counter) == call:
             raise error("injected")
         return compute(*args)
 
-    patch.setattr(engine._runner.shell, "call_layer", failing)
+    patch.setattr(engine._flows.runner.shell, "call_layer", failing)
 
 
 @pytest.mark.parametrize("place", ["call_layer", "logits", "begin_layer", "hidden_states", "send_edge"])
@@ -423,7 +425,7 @@ def test_out_of_memory_anywhere_in_a_step_is_tried_again_denser(
         want = weights_of(planned)
     for call in itertools.count(1):
         with engine_of(build(LLAMA, seed=0), **options) as engine, monkeypatch.context() as patch:
-            owner = engine._gradients if place in ("begin_layer", "send_edge") else engine._runner.shell
+            owner = engine._flows.gradients if place in ("begin_layer", "send_edge") else engine._flows.runner.shell
             counter, real = itertools.count(1), getattr(owner, place)
 
             def failing(*args: Any, counter: Any = counter, real: Any = real, call: int = call) -> Any:
@@ -450,11 +452,11 @@ def test_the_ladder_ends_with_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._runner.shell, "logits", always)
+            patch.setattr(engine._flows.runner.shell, "logits", always)
             with pytest.raises(PlanRefused, match="densest setting"):
                 engine.train_step(rows_of(0))
-        assert engine._denser.recompute
-        assert engine._denser.offload
+        assert engine._climb.denser.recompute
+        assert engine._climb.denser.offload
         assert engine.train_step(rows_of(0)).skipped is None
 
 
@@ -475,6 +477,16 @@ def test_a_bad_learning_rate_is_refused_and_changes_nothing(rate: Any) -> None:
             engine.train_step(rows_of(), learning_rate=rate)
         assert (engine.step, engine.updates) == (0, 0)
         assert state_bytes(engine) == before
+
+
+def test_the_loss_of_a_router_is_refused_wherever_the_model_comes_from(tmp_path: Path) -> None:
+    """Layers that stream give no router logits: the loss would be another one than the config asks for."""
+    model = build(BY_NAME["mixtral"], seed=0)
+    model.config.output_router_logits = True
+    model.save_pretrained(tmp_path / "folder")
+    for given in (model, tmp_path / "folder"):
+        with pytest.raises(UserError, match=r"auxiliary loss(.|\n)*output_router_logits"):
+            HostEngine(given, device="cpu")
 
 
 def test_a_frozen_layer_is_trained_around() -> None:

@@ -83,7 +83,7 @@ def test_a_real_out_of_memory_climbs_until_the_step_fits(caplog: pytest.LogCaptu
     try:
         with caplog.at_level(logging.WARNING), engine_of(**options, device_gib=(need + (64 << 20)) / 2**30) as engine:
             result = engine.train_step(data)
-            changed = engine._denser
+            changed = engine._climb.denser
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert changed.recompute
@@ -103,16 +103,16 @@ def test_more_windows_and_fewer_resident_units_on_the_way_down(monkeypatch: pyte
     with engine_of(**{**options, "resident": ()}, windows=4) as planned:
         want = trained(planned, 0, 3)
     with engine_of(**options) as engine:
-        real = engine._runner.shell.call_layer
+        real = engine._flows.runner.shell.call_layer
 
         def call(*args: Any) -> Any:
-            if engine._denser.resident != 0:
+            if engine._climb.denser.resident != 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return real(*args)
 
-        monkeypatch.setattr(engine._runner.shell, "call_layer", call)
+        monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
         found = trained(engine, 0, 3)
-        assert engine._windows == 4
+        assert engine._flows.windows == 4
         assert engine.memory()["device_resident"] == 0
         assert engine.memory()["host_pinned"] > 0
     assert_same_bits(found, want)

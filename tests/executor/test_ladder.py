@@ -120,14 +120,14 @@ def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog
 
 def failing_until(engine: HostEngine, monkeypatch: pytest.MonkeyPatch, enough: Any) -> None:
     """Every layer runs out of memory until `enough()`."""
-    real = engine._runner.shell.call_layer
+    real = engine._flows.runner.shell.call_layer
 
     def call(*args: Any) -> Any:
         if not enough():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(*args)
 
-    monkeypatch.setattr(engine._runner.shell, "call_layer", call)
+    monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
@@ -135,10 +135,10 @@ def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch:
     """bf16 gradients go into a plane of their own type until there are windows, and into an fp32 plane then."""
     options = {"compute_dtype": compute, "chunk_rows": 1, "head_chunk_tokens": 64, "offloaded": "all"}
     with engine_of(**options, windows=2) as planned, engine_of(**options) as engine:
-        failing_until(engine, monkeypatch, lambda: engine._windows == 2)
+        failing_until(engine, monkeypatch, lambda: engine._flows.windows == 2)
         assert engine.store.grad_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
         assert_same(trained(engine, 2), trained(planned, 2))
-        assert engine._denser.changes == ("activations.offload: on", "batch.windows: 2")
+        assert engine._climb.denser.changes == ("activations.offload: on", "batch.windows: 2")
         assert engine.store.grad_dtype == torch.float32
 
 
@@ -148,7 +148,7 @@ def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPa
         want = trained(streamed, 3)
     with engine_of(**options, resident=("embedding", "layer.0", "layer.1")) as engine:
         first = trained(engine, 1)[0]
-        failing_until(engine, monkeypatch, lambda: engine._denser.resident == 0)
+        failing_until(engine, monkeypatch, lambda: engine._climb.denser.resident == 0)
         with caplog.at_level(logging.WARNING):
             second, weights = trained(engine, 2, first=1)
         assert not any(planes.resident for planes in engine.store.units.values())
@@ -183,24 +183,37 @@ def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.Monkey
     options = {"chunk_rows": 2, "head_chunk_tokens": 64, "offloaded": "all"}
     with engine_of(**options) as engine:
         with monkeypatch.context() as patch:
-            failing_until(engine, patch, lambda: engine._windows == 2)
+            failing_until(engine, patch, lambda: engine._flows.windows == 2)
             trained(engine, 1)
         engine.save(tmp_path / "one")
         want = trained(engine, 2, first=1)
     with engine_of(**options) as resumed:
         resumed.load(tmp_path / "one")
-        assert resumed._denser == engine._denser
+        assert resumed._climb.denser == engine._climb.denser
         assert_same(trained(resumed, 2, first=1), want)
     # a device with more memory starts afresh
     with engine_of(**options) as larger:
-        monkeypatch.setattr(HostEngine, "_device_bytes", lambda self: 1 << 40)
+        larger._climb.device_bytes = 1 << 40
         larger.load(tmp_path / "one")
-        assert larger._denser == Denser()
+        assert larger._climb.denser == Denser()
+
+
+def test_a_resumed_run_that_keeps_fewer_inputs_offloads_none(tmp_path: Path) -> None:
+    options = {"chunk_rows": 1, "segment": 2}
+    with engine_of(chunk_rows=1) as engine:
+        engine._climb._adopt(Denser(offload=True, head_tokens=64))
+        trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**options) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._climb.denser == Denser(head_tokens=64)
+        assert_same(trained(resumed, 2, first=1), want)
 
 
 def test_the_end_of_the_ladder_is_the_ledger() -> None:
     with engine_of(chunk_rows=1, head_chunk_tokens=64, offloaded="all", windows=4) as engine:
-        engine._denser = Denser(offload=True)
+        engine._climb.denser = Denser(offload=True)
         with (
             Allocations(("executor/step.py _head", 1)),
             pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*GiB(.|\n)*densest"),

@@ -256,13 +256,13 @@ def hold(engine: HostEngine, unit: str, let_go: threading.Event, monkeypatch: py
 
 def on_layer_call(engine: HostEngine, do: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """`do` is called with (layer, variant) before each computation of a layer."""
-    compute = engine._runner.shell.call_layer
+    compute = engine._flows.runner.shell.call_layer
 
     def call(index: int, variant: Any, *args: Any) -> Any:
         do(index, variant)
         return compute(index, variant, *args)
 
-    monkeypatch.setattr(engine._runner.shell, "call_layer", call)
+    monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
 
 
 @pytest.mark.parametrize(("unit", "layer"), [("layer.1", 0), ("layer.3", 2), ("head", 3)])

@@ -25,7 +25,7 @@ def test_every_shipped_cluster_is_one(file: Path) -> None:
 
 def test_all_problems_of_a_file_at_once(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text("name: x\ngpus_per_node: 7.5\nnode_gpbs: 5\nnetwork_gbps: -1\n")
+    file.write_text("name: x\ngpus_per_node: 7.5\nnode_gpbs: 5\nnetwork_gbps: -1\ndevice_gib: .inf\n")
     with pytest.raises(UserError) as error:
         load_cluster(file)
     for part in (
@@ -33,6 +33,7 @@ def test_all_problems_of_a_file_at_once(tmp_path: Path) -> None:
         "gpus_per_node should be a whole number",
         'did you mean "node_gbps"',
         "network_gbps should be a positive number",
+        "device_gib should be a positive number",
         "peak_tflops is missing",
     ):
         assert part in str(error.value)

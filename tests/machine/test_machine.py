@@ -38,6 +38,19 @@ def test_all_problems_of_a_file_at_once(tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("value", [0, float("inf"), float("nan"), 1e300, True])
+@pytest.mark.parametrize("name", ["h2d_gbps", "both_gbps", "matrix_tflops", "attention_long_tflops", "cores"])
+def test_figures_that_plans_divide_by_are_positive_and_finite(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"{name} should be"):
+        machine_from({**PLAIN.as_dict(), name: value}, "m.yaml")
+
+
+@pytest.mark.parametrize("rates", [{0: 1.0}, {"\u00b2": 1.0}, {1: True}, {1: float("inf")}, {-1: 1.0}])
+def test_threads_are_counted_in_positive_numbers(rates: dict[object, float]) -> None:
+    with pytest.raises(UserError, match="adamw_gparams should map"):
+        machine_from({**PLAIN.as_dict(), "adamw_gparams": rates}, "m.yaml")
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "adamw_gparams: 3"])
 def test_what_is_no_machine_is_an_error_of_the_user(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.yaml").write_text(text)

@@ -170,15 +170,19 @@ def test_split_backward_refuses_recompute():
     assert ranks.run(2, work) == [True, True]
 
 
-def test_a_closed_engine_refuses():
+def test_a_bad_learning_rate_is_refused_and_so_is_all_by_a_closed_engine():
     model, steps = build(LLAMA), batches(LLAMA)
 
     def work():
         with engine(model, Layout()) as trained:
             trained.train_step(steps[0])
+            before = digests(trained)
+            with pytest.raises(UserError, match="learning_rate = nan"):
+                trained.train_step(steps[0], learning_rate=float("nan"))
+            unchanged = digests(trained) == before and trained.step == 1
         with pytest.raises(EngineClosed):
             trained.train_step(steps[0])
-        return True
+        return unchanged
 
     assert ranks.run(1, work) == [True]
 

@@ -8,11 +8,12 @@ it names:
     COPIED    a buffer holds step n; updates go on
     WRITING   the writer reads the planes; an update waits
     DONE      on its way to the disk, or the save has ended: updates go on
-An update that finds its unit PENDING and no room for a copy waits: for room, or for the writer. The writer takes copies first,
-because each frees room. A thread of its own copies ahead, as far as there is room: units on the device first, then the others,
-in the order in which the next updates will come. The next forward and backward only read the planes meanwhile, and the link to
-the host has room. A unit on the device is always copied before it is written: where that thread has not reached it, the writer
-does it, or the thread that launches the unit's next update.
+An update that finds its unit PENDING and no room for a copy waits: for room, or for the writer. Where the system
+refuses memory for a copy, there is no room for any more. The writer takes copies first, because each frees room. A
+thread of its own copies ahead, as far as there is room: units on the device first, then the others, in the order in
+which the next updates will come. The next forward and backward only read the planes meanwhile, and the link to the
+host has room. A unit on the device is always copied before it is written: where that thread has not reached it, the
+writer does it, or the thread that launches the unit's next update.
 
 Nothing waits in a circle: the writer waits only for updates of step n, which were all submitted before the save began, and
 updates wait only for the writer.
@@ -132,9 +133,10 @@ class RunningSave:
         self._states = {unit.name: UnitState.PENDING for unit in plan.units}
         self._copies: dict[str, UnitPlanes] = {}
         self._room_taken = 0
+        self._refused = False  # the system has no memory for copies
         self._cancelled = False
         self._error: BaseException | None = None
-        self._ahead_error: BaseException | None = None
+        self._copy_error: BaseException | None = None
         self._seen = False  # whether the owner has been given the error
         self._written_bytes = self._copied_bytes = 0
         self._waited_s = self._read_back_s = 0.0
@@ -216,37 +218,49 @@ class RunningSave:
         """The same for a unit on the device, before its update is launched. Blocks until the copy is made."""
         if self._claim(unit):
             started = time.perf_counter()
-            self._copy_ended(unit, self._copy_of(self._store.units[unit]))
+            try:
+                self._copy_ended(unit, self._copy_of(self._store.units[unit]))
+            except Exception as error:  # noqa: BLE001  the save ends with it, the update goes on
+                self._copy_failed(unit, error)
             self._waited_s += time.perf_counter() - started
 
     def _claim(self, unit: str) -> bool:
         """Wait until the unit may be changed once it is copied (True), or as it is (False)."""
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._may_pass(unit))
-            self._waited_s += time.perf_counter() - started
-            if self._states.get(unit) is not UnitState.PENDING:
-                return False
-            self._begin_copy(unit)
-            return True
+            while True:
+                self._changed.wait_for(lambda: self._may_pass(unit))
+                claimed = self._states.get(unit) is UnitState.PENDING
+                if not claimed or self._begin_copy(unit):
+                    self._waited_s += time.perf_counter() - started
+                    return claimed
 
-    def _begin_copy(self, unit: str) -> None:
-        """Under the lock, for a unit that is PENDING and has room."""
+    def _begin_copy(self, unit: str) -> bool:
+        """Under the lock, for a unit that is PENDING and has room. False where the system has no memory for the copy."""
         planes = self._store.units[unit]
-        self._states[unit] = UnitState.COPYING
         size = _state_bytes(planes)
+        if not planes.resident:
+            try:
+                empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
+            except (OSError, MemoryError) as error:
+                logger.warning(
+                    "no memory for a copy of %s (%s): updates wait until %s is written", unit, error, self.directory
+                )
+                self._refused = True
+                return False
+            self._copies[unit] = UnitPlanes(unit, planes.layout, **{"lo": None, **empty})
+        self._states[unit] = UnitState.COPYING
         self._room_taken += size
         self._copied_bytes += size
-        if not planes.resident:
-            empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
-            self._copies[unit] = UnitPlanes(unit, planes.layout, **{"lo": None, **empty})
+        return True
 
     def _may_pass(self, unit: str) -> bool:
         """Under the lock."""
         match self._states.get(unit, UnitState.DONE):
             case UnitState.PENDING:
                 size = _state_bytes(self._store.units[unit])
-                return self._room_taken == 0 or self._room_taken + size <= self._buffer_bytes
+                has_room = self._room_taken == 0 or self._room_taken + size <= self._buffer_bytes
+                return has_room and not self._refused
             case UnitState.WRITING | UnitState.COPYING:
                 return False
         return True
@@ -266,6 +280,13 @@ class RunningSave:
                 self._states[unit] = UnitState.COPIED
                 self._changed.notify_all()
 
+    def _copy_failed(self, unit: str, error: BaseException) -> None:
+        """The save ends with the error of a copy."""
+        with self._changed:
+            self._copy_error, self._cancelled = error, True
+            self._states[unit] = UnitState.DONE  # not to be written any more: its update goes on
+            self._changed.notify_all()
+
     # ---------------------------------------------------------------- copying ahead
 
     def _copy_ahead(self) -> None:
@@ -282,10 +303,7 @@ class RunningSave:
                     self._copy_piece(unit, 0, planes.layout.numel)
                     self._copy_ended(unit)
             except BaseException as error:  # noqa: BLE001  the save ends with it
-                with self._changed:
-                    self._ahead_error, self._cancelled = error, True
-                    self._states[unit] = UnitState.DONE  # not to be written any more: its update goes on
-                    self._changed.notify_all()
+                self._copy_failed(unit, error)
                 return
 
     def _next_to_copy(self) -> str | None:
@@ -296,8 +314,7 @@ class RunningSave:
                 if not pending:
                     return None
                 name = next((n for n in pending if self._store.units[n].resident), pending[0])
-                if self._may_pass(name):
-                    self._begin_copy(name)
+                if self._may_pass(name) and self._begin_copy(name):
                     return name
                 self._changed.wait()
             return None
@@ -317,7 +334,7 @@ class RunningSave:
             self._copies.clear()
             self._changed.notify_all()
         self._ahead.join()  # it may be in the middle of a unit; whoever waits for the save may close the reader
-        self._error = self._ahead_error or self._error
+        self._error = self._copy_error or self._error
 
     def _count(self, count: int) -> None:
         self._written_bytes += count

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,25 @@ from megatrain.models.structure import Structure, Unit
 logger = logging.getLogger(__name__)
 
 OnError = Literal["stop", "warn"]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a save goes.
+
+    Attributes:
+        wait: Whether its owner waits for it.
+        weights_only: bf16 weights without training state.
+        on_error: What its owner's next step does if it fails in the background: raise its error, or log a warning.
+        buffer_bytes: Most memory for copies of what changes before its turn; None: what there is room for.
+        then: Called when the checkpoint is whole and was read back, in the thread that writes.
+    """
+
+    wait: bool
+    weights_only: bool
+    on_error: OnError
+    buffer_bytes: int | None
+    then: Callable[[], object]
 
 
 class CheckpointDesk:
@@ -70,12 +89,7 @@ class CheckpointDesk:
         directory: Path,
         state: Mapping[str, Any],
         updates: Mapping[str, Future[None]],
-        *,
-        wait: bool,
-        weights_only: bool,
-        on_error: OnError,
-        buffer_bytes: int | None,
-        then: Callable[[], object],
+        options: SaveOptions,
     ) -> RunningSave:
         """Begin a save, behind the one that may still run. See `HostEngine.save`; nobody trains meanwhile if it waits."""
         self.wait_saved()
@@ -89,15 +103,16 @@ class CheckpointDesk:
             state=state,
             source_folder=self._source_folder,
             trust_remote_code=self._trust_remote_code,
-            weights_only=weights_only,
+            weights_only=options.weights_only,
             model=twin.model,
         )
+        buffer_bytes = options.buffer_bytes
         if buffer_bytes is None:  # with nobody training, one unit's copy at a time is as fast
-            buffer_bytes = 0 if wait else default_buffer_bytes(self._store)
-        self._on_error = on_error
+            buffer_bytes = 0 if options.wait else default_buffer_bytes(self._store)
+        self._on_error = options.on_error
         if self._reader is None:
             self._reader = HostReader(self._device if self._store.resident_bytes else torch.device("cpu"))
-        self.saving = RunningSave(plan, self._store, updates, buffer_bytes, then, self._reader)
+        self.saving = RunningSave(plan, self._store, updates, buffer_bytes, options.then, self._reader)
         return self.saving
 
     def look_at_save(self) -> None:

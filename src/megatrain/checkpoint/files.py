@@ -309,10 +309,14 @@ class _OpenFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._folder._sync_later(self._name, self._fd, _sync_and_close)
-        else:
-            self._folder._sync_thread.submit(os.close, self._fd)  # behind its flushes
+        try:
+            if error is None:
+                self._folder._sync_later(self._name, self._fd, _sync_and_close)
+                return
+        except BaseException:  # an earlier file was refused
+            self._folder._sync_thread.submit(os.close, self._fd)
+            raise
+        self._folder._sync_thread.submit(os.close, self._fd)  # behind its flushes
 
     def seek(self, offset: int) -> None:
         """Let the next `append` write there; each byte of the file is to be written once."""

@@ -101,36 +101,6 @@ class SavePlan:
         return self.state is None
 
 
-def save_checkpoint(
-    directory: str | Path,
-    *,
-    structure: Structure,
-    store: HostStore,
-    buffers: Mapping[str, torch.Tensor],
-    state: Mapping[str, Any],
-    source_folder: Path | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    trust_remote_code: bool = False,
-    weights_only: bool = False,
-) -> None:
-    """Write a checkpoint and return when it is on the disk. The store's planes must be at rest meanwhile.
-
-    Args and errors: see `plan_save` and `write_planned`.
-    """
-    plan = plan_save(
-        directory,
-        structure=structure,
-        store=store,
-        buffers=buffers,
-        state=state,
-        source_folder=source_folder,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-        weights_only=weights_only,
-    )
-    write_planned(plan, ((unit, store.on_host(unit.name)) for unit in plan.units))
-
-
 def plan_save(
     directory: str | Path,
     *,

@@ -9,13 +9,16 @@ after its copy out, and the next window's copy out waits for that copy in.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.device.streams import Event, Streams
-from megatrain.host.arena import Arena, page_ceil
+from megatrain.host.arena import Arena, PinRefused, page_ceil
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,18 +43,19 @@ class InputStore:
     def __init__(self, streams: Streams, layers: Collection[int]):
         self._streams = streams
         self.layers = frozenset(layers)
-        self._arenas: list[Arena] = []
+        self._arenas: dict[int, Arena] = {}
         self._homes: dict[int, torch.Tensor] = {}
         self._places: dict[int, _Place] = {}
+        self._pins = True  # until the system refuses
         self.out_bytes = self.back_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self._arenas)
+        return sum(arena.nbytes for arena in self._arenas.values())
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(arena.pinned_bytes for arena in self._arenas)
+        return sum(arena.pinned_bytes for arena in self._arenas.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> None:
         """Queue the copy of `tensor` to the host. Asynchronous; the caller may let go of it at once."""
@@ -99,16 +103,27 @@ class InputStore:
 
     def close(self) -> None:
         self._places, self._homes = {}, {}
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.close()
+        self._arenas = {}
 
     def _home(self, layer: int, tensor: torch.Tensor) -> torch.Tensor:
         """The layer's host memory; made on first use, and again only for larger tensors."""
         home = self._homes.get(layer)
         if home is None or home.numel() < tensor.numel() or home.dtype != tensor.dtype:
-            arena = Arena(page_ceil(tensor.nbytes))
-            if self._streams.cuda:
-                arena.register([0])
-            self._arenas.append(arena)
+            if layer in self._arenas:  # rows that get longer and longer must not leave all shorter ones' memory behind
+                self._streams.synchronize()  # a copy from the old home may be on its way
+                del self._homes[layer], home
+                self._arenas.pop(layer).close()
+            arena = self._arenas[layer] = Arena(page_ceil(tensor.nbytes))
+            if self._streams.cuda and self._pins:
+                self._pin(arena)
             home = self._homes[layer] = arena.tensor(0, tensor.numel(), tensor.dtype)
         return home[: tensor.numel()]
+
+    def _pin(self, arena: Arena) -> None:
+        try:
+            arena.register([0])
+        except PinRefused as refusal:  # copies are right from any memory
+            self._pins = False
+            logger.warning("%s; inputs of layers wait in memory that is not pinned (slower copies)", refusal)

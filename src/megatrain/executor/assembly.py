@@ -1,8 +1,10 @@
-"""Putting the engine's device side together from its settings."""
+"""Putting an engine's parts together from its settings: the model, its planes, the device side."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,35 +16,176 @@ from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
 from megatrain.errors import UserError
+from megatrain.executor.gate import token_wise, verify_family
+from megatrain.executor.settings import refuse_if_too_large
 from megatrain.executor.weights import UpdateGate, WeightStream
 from megatrain.host.arena import PinRefused
 from megatrain.host.store import HostStore
-from megatrain.models.build import build_from_memory, build_meta_model, load_model_config
-from megatrain.models.structure import Structure, Unit
+from megatrain.models.build import (
+    build_from_memory,
+    build_meta_model,
+    find_model_folder,
+    fp32_parameter_names,
+    load_model_config,
+    refuse_router_loss,
+)
+from megatrain.models.init import initialize
+from megatrain.models.memory import copy_from_memory
+from megatrain.models.shell import RunLayer, Shell
+from megatrain.models.structure import Structure, Unit, persistent_buffers, take_apart
+from megatrain.models.weights import load_weights
+from megatrain.optim.adamw import AdamW, unmatched_groups
 
 logger = logging.getLogger(__name__)
 
 
-def build_model(
-    model: str | Path | nn.Module, compute: torch.dtype, trust_remote_code: bool, attention: str | None
-) -> Any:
-    """The HF model with parameters on meta, from a folder's config or from a model in memory.
+@dataclass(frozen=True)
+class Parts:
+    """A model taken apart, before it has any weights.
+
+    Attributes:
+        source: What the engine was given.
+        source_folder: The model's folder, None for a model in memory.
+        config: Of the whole model.
+        structure: Its units.
+        buffers: Every buffer by full name, on the CPU.
+        persistent: Those that belong to the weights.
+        fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
+    """
+
+    source: str | Path | nn.Module
+    source_folder: Path | None
+    config: Any
+    structure: Structure
+    buffers: dict[str, torch.Tensor]
+    persistent: dict[str, torch.Tensor]
+    fp32_names: frozenset[str]
+
+
+def take_parts(
+    model: str | Path | nn.Module,
+    compute: torch.dtype,
+    optim: AdamW,
+    verify: Literal["auto", "always", "never"],
+    trust_remote_code: bool,
+    attention: str | None,
+) -> Parts:
+    """Build a model on meta, take it apart, and verify its family. See `HostEngine`.
 
     Raises:
-        UserError: The config asks for something that a streamed layer cannot give.
+        UserError: The model is not usable, or its family is not computed exactly, or a group of `optim` has no parameter.
     """
-    if isinstance(model, nn.Module):
-        return build_from_memory(model, compute_dtype=compute)  # type: ignore[arg-type]
-    config = load_model_config(model, trust_remote_code)
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        if getattr(part, "output_router_logits", False):
-            raise UserError(
-                "the router's auxiliary loss is not supported",
-                f"{model}: output_router_logits",
-                "set output_router_logits to false in config.json to train without it",
-            )
+    in_memory = isinstance(model, nn.Module)
+    source_folder = None if in_memory else find_model_folder(model)
+    config = config_of(model, trust_remote_code)
+    meta = build_model(model, config, compute, trust_remote_code, attention)
+    structure = take_apart(meta)
+    if verify == "always" or (verify == "auto" and not in_memory):
+        verify_family(meta.config, always=verify == "always", trust_remote_code=trust_remote_code)
+    refuse_unmatched_groups(structure, optim)
+    return Parts(
+        model,
+        source_folder,
+        meta.config,
+        structure,
+        buffers=dict(meta.named_buffers()),
+        persistent=persistent_buffers(meta),
+        fp32_names=frozenset(fp32_parameter_names(meta, compute)),
+    )
+
+
+def refuse_unmatched_groups(structure: Structure, optim: AdamW) -> None:
+    """Raise a UserError for a parameter group whose pattern matches nothing."""
+    for group in unmatched_groups((n for u in structure.units for _, n in u.full_names()), optim):
+        raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
+
+
+def config_of(model: str | Path | nn.Module, trust_remote_code: bool) -> Any:
+    """The config of a model in memory, or of a folder. Errors: see `load_model_config`."""
+    return model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+
+
+def build_model(
+    model: str | Path | nn.Module, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None
+) -> Any:
+    """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or what a folder's config describes.
+
+    Raises:
+        UserError: The config asks for something that no engine gives, or transformers cannot build it.
+    """
+    in_memory = isinstance(model, nn.Module)
+    refuse_router_loss(config, f"a {config.model_type} model in memory" if in_memory else str(model))
+    if in_memory:
+        return build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
     return build_meta_model(
-        config, compute_dtype=compute, attn_implementation=attention, trust_remote_code=trust_remote_code
+        config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+    )
+
+
+def make_store(
+    structure: Structure,
+    resident: frozenset[str],
+    compute: torch.dtype,
+    grad_dtype: torch.dtype | None,
+    device: torch.device,
+    host_gib: float | None,
+) -> HostStore:
+    """The planes, where the host has room for them.
+
+    Raises:
+        PlanRefused: It has not.
+    """
+    is_split = compute == torch.bfloat16
+    refuse_if_too_large(structure, resident, is_split, grad_dtype, host_gib)
+    units = [(unit.name, unit.layout) for unit in structure.units]
+    return HostStore(units, split=is_split, grad_dtype=grad_dtype, resident=resident, device=device)
+
+
+def fill(
+    parts: Parts, store: HostStore, init: Literal["random", "empty"] | None, seed: int, device: torch.device
+) -> None:
+    """Masters and persistent buffers, from memory, from the family's own initialisation or from the folder's files."""
+    if isinstance(parts.source, nn.Module):
+        copy_from_memory(parts.source, parts.structure, store)
+    elif init == "random":
+        initialize(parts.structure, store, seed=seed, device=device)
+    elif init == "empty":
+        pass  # the engine refuses to compute before `load`
+    else:
+        assert parts.source_folder is not None
+        load_weights(parts.source_folder, parts.structure, store, parts.persistent)
+
+
+def make_shell(
+    parts: Parts,
+    device_buffers: Mapping[str, torch.Tensor],
+    run_layer: RunLayer,
+    *,
+    flex: bool,
+    compiled: bool,
+    budget: float,
+    mlp_chunk_tokens: int | None,
+    keeps_mlps: bool,
+    trust_remote_code: bool,
+    attention: str | None,
+) -> Shell:
+    """HF's code around the layers. See `HostEngine` and `Shell`."""
+    # What is token-wise also tells which matrices are the MLP's.
+    places = (
+        token_wise(parts.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
+        if mlp_chunk_tokens is not None or keeps_mlps
+        else {}
+    )
+    return Shell(
+        parts.structure,
+        device_buffers,
+        run_layer,
+        parts.fp32_names,
+        compiled,
+        budget,
+        flex=flex,
+        chunk_tokens=mlp_chunk_tokens,
+        token_wise=places,
     )
 
 

@@ -7,14 +7,16 @@ they become a `PipelineRecord`; see [Note: which work a record is about] in metr
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from megatrain.device.gpu_meter import GpuMeter
-from megatrain.device.slabs import SlabPool
 from megatrain.device.streams import Streams
+from megatrain.executor.flows import Flows
+from megatrain.executor.step import StepShape
 from megatrain.host.store import HostStore
 from megatrain.metrics.pipeline import PipelineRecord, pipeline_of
 from megatrain.metrics.spans import Span
@@ -75,16 +77,14 @@ class Instruments:
         finally:
             self._spans.paused = False
 
-    def record(
-        self, slabs: SlabPool | None, pinned_bytes: int, policy: str, ladder: tuple[str, ...]
-    ) -> PipelineRecord | None:
+    def record(self, flows: Flows, shape: StepShape, ladder: tuple[str, ...]) -> PipelineRecord | None:
         """The figures of the step that has just ended, and of whatever else has since the call before."""
         if not self._spans.on:
             return None
         spans = self._spans.take()
         if self._spans.tracing:
             self._traced += spans
-        gpu = self._meter.read()
+        gpu, slabs = self._meter.read(), flows.slabs
         return replace(
             pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
             slabs=len(slabs.slabs) if slabs else 0,
@@ -94,8 +94,8 @@ class Instruments:
             device_used_bytes=gpu.used_bytes,
             device_reserved_bytes=gpu.reserved_bytes,
             device_total_bytes=self._total,
-            host_pinned_bytes=pinned_bytes,
-            policy=policy,
+            host_pinned_bytes=flows.pinned_bytes(),
+            policy=policy_of(flows, shape),
             ladder=ladder,
         )
 
@@ -103,3 +103,20 @@ class Instruments:
         """Of host memory, for one parameter: its planes are read and written, its gradient is read."""
         gradient = self._store.dtypes.get("grad", torch.bfloat16).itemsize
         return gradient + 2 * sum(t.itemsize for kind, t in self._store.dtypes.items() if kind != "grad")
+
+
+def policy_of(flows: Flows, shape: StepShape) -> str:
+    """How a step is computed, in a line."""
+    kept = Counter(shape.variants().values())
+    parts = [f"{name} {count}" for name, count in kept.items()]
+    if recomputed := len(flows.structure.layers) - kept.total():
+        parts.append(f"recompute {recomputed}")
+    parts += [
+        f"windows {shape.windows}",
+        f"chunk_rows {shape.chunk_rows}",
+        f"head_chunk_tokens {shape.head_tokens}",
+    ]
+    extras = {"segment": shape.segment if shape.segment > 1 else 0, "offloaded": len(flows.inputs.layers)}
+    parts += [f"{name} {count}" for name, count in extras.items() if count]
+    resident = sum(planes.resident for planes in flows.store.units.values())
+    return ", ".join([*parts, f"resident {resident} of {len(flows.store.units)}"])

@@ -17,9 +17,40 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from megatrain.executor.settings import Placement
 from megatrain.executor.step import StepShape
 
-LEAST_HEAD_TOKENS = 64
+DEFAULT_CHUNK_TOKENS, LEAST_HEAD_TOKENS = 16384, 64
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How steps are cut as long as they fit.
+
+    Attributes:
+        chunk_rows: Rows that a layer computes together; None: as many as hold 16,384 tokens.
+        head_tokens: Target tokens whose logits exist at the same time.
+        segment: Of which every layer but the first computes its input again.
+        placement: What is kept for the backward.
+    """
+
+    chunk_rows: int | None
+    head_tokens: int
+    segment: int
+    placement: Placement
+
+    def shape(self, rows: int, tokens: int, windows: int) -> StepShape:
+        """The cut of a step on so many rows of so many tokens."""
+        return StepShape(
+            windows=min(windows, rows),
+            chunk_rows=self.chunk_rows or max(1, DEFAULT_CHUNK_TOKENS // tokens),
+            head_tokens=self.head_tokens,
+            segment=self.segment,
+            kept=self.placement.kept,
+            selective=self.placement.selective,
+            attention=self.placement.attention,
+            mlp=self.placement.mlp,
+        )
 
 
 @dataclass(frozen=True)

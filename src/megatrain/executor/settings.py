@@ -18,6 +18,8 @@ ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LOGITS_BYTES = 3 << 30
 """Budget for the logits of one token chunk with their gradients."""
+MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""More AdamW threads than this only take each other's core and memory."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,6 @@ class Placement:
                 for chosen in (kept, selective, offloaded, attention, mlp)
             ),
         )
-
-
-MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
-"""More AdamW threads than this only take each other's core and memory."""
 
 
 def check_settings(
@@ -171,6 +169,17 @@ def device_of(device: str | torch.device) -> torch.device:
             raise UserError("no CUDA device is available", "run.device: cuda", "use run.device: auto or cpu")
         found = torch.device("cuda", found.index if found.index is not None else torch.cuda.current_device())
     return found
+
+
+def limit_device(device: torch.device, device_gib: float | None) -> int:
+    """Let this process use `device_gib` of the device's memory, or all of it. Returns how many bytes those are, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    if device_gib is None:
+        return total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), device)
+    return min(total, int(device_gib * 2**30))
 
 
 def compute_dtype_of(name: ComputeDtype, device: torch.device) -> torch.dtype:

@@ -522,7 +522,9 @@ class StepRunner:
             few = {name: tensor[torch.arange(count) % rows] for name, tensor in inputs.items()}
             self._probe = []
             self._weights.follow(forward_visits(len(self._units)))
-            with torch.no_grad():
+            # What the probe draws must not be missing later: a step that finds the axes known draws the same numbers.
+            device = self._streams.device
+            with torch.no_grad(), randomness.replayed(device, randomness.capture(device)):
                 self._forward(few, self._bind_edges(requires_grad=False), count, 1, tape=None)
             probes.append(self._probe)
             self._probe = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import UserError
-from megatrain.machine.machine import name_problems, read_figures
+from megatrain.machine.machine import is_figure, name_problems, read_figures
 
 SHORT_ROW, LONG_ROW = 1024, 32768
 """Tokens of the rows in which attention is measured."""
@@ -105,7 +105,7 @@ def load_cluster(path: str | Path) -> Cluster:
 def _problems_of(name: str, value: Any) -> list[str]:
     if name == "name":
         return [] if isinstance(value, str) else [f"name should be text, found {value!r}"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not is_figure(value) or not value > 0:
         return [f"{name} should be a positive number, found {value!r}"]
     if name == "gpus_per_node" and not isinstance(value, int):
         return [f"gpus_per_node should be a whole number, found {value!r}"]

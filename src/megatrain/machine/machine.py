@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 OPTIONAL = ("adamw_streaming_gparams", "attention_long_tflops", "device_node", "pin_limit_gib")
+LARGEST = 1e15
+"""No figure of a machine is larger, whatever its unit: it can be turned into bytes and compared."""
+MAY_BE_ZERO = (
+    "device_gib",
+    "host_gib",
+    "disk_write_gbps",
+    "disk_read_gbps",
+    "numa_nodes",
+    "device_node",
+    "pin_limit_gib",
+)
+"""A machine without that, or where it was not measured. All other figures are divided by."""
 SHORT_ROW, LONG_ROW = 1024, 32768
 """Tokens of the rows in which attention is measured."""
 
@@ -151,15 +163,28 @@ def _problems_of(name: str, value: Any) -> list[str]:
     if name in ("name", "link", "versions"):
         return [] if isinstance(value, str) else [f"{name} should be text, found {value!r}"]
     if name in ("adamw_gparams", "attention_ms"):
-        if not isinstance(value, Mapping) or not all(isinstance(v, int | float) and v > 0 for v in value.values()):
+        if not isinstance(value, Mapping) or not all(is_figure(v) and v > 0 for v in value.values()):
             return [f"{name} should map to positive numbers, found {value!r}"]
-        if name == "adamw_gparams" and (not value or not all(str(count).isdigit() for count in value)):
+        if name == "adamw_gparams" and (not value or not all(_is_count(count) for count in value)):
             return [f"{name} should map numbers of threads to rates, found {value!r}"]
         return []
-    optional = value is None and name in OPTIONAL
-    if not optional and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+    if value is None and name in OPTIONAL:
+        return []
+    if not is_figure(value) or value < 0:
         return [f"{name} should be a number, found {value!r}"]
+    if value == 0 and name not in MAY_BE_ZERO:
+        return [f"{name} should be more than 0, found {value!r}"]
     return []
+
+
+def is_figure(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of a file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    text = str(value)
+    return text.isascii() and text.isdigit() and int(text) > 0
 
 
 def load_machine(path: str | Path) -> Machine:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +24,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.checkpoint.desk import SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
-from megatrain.errors import EngineClosed, UserError
-from megatrain.executor import batches as host_batches
-from megatrain.executor.engine import EvalResult, StepResult
+from megatrain.errors import UserError
+from megatrain.executor.assembly import build_model, config_of, refuse_unmatched_groups
+from megatrain.executor.base import EngineBase, check_learning_rate, why_skip
+from megatrain.executor.results import EvalResult, StepResult
 from megatrain.mesh import context, exact, launch
 from megatrain.mesh.batches import Batch, microbatches, without_mask
 from megatrain.mesh.context import TokenMap, zigzag_order
@@ -42,18 +44,12 @@ from megatrain.mesh.stage import Part, Stage, cut
 from megatrain.mesh.state import MeshState, everyone
 from megatrain.mesh.tensor import parallelize
 from megatrain.mesh.watchdog import unwatched
-from megatrain.models.build import (
-    build_from_memory,
-    build_meta_model,
-    find_model_folder,
-    fp32_parameter_names,
-    load_model_config,
-)
+from megatrain.models.build import find_model_folder, fp32_parameter_names
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, persistent_buffers, take_apart
 from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import load_weights
-from megatrain.optim.adamw import AdamW, unmatched_groups
+from megatrain.optim.adamw import AdamW
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ ComputeDtype = Literal["bf16", "fp32", "fp64"]
 MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
 
-class MeshEngine:
+class MeshEngine(EngineBase):
     """Trains a Hugging Face causal language model whose state is sharded over the processes of a mesh.
 
     Args:
@@ -99,21 +95,16 @@ class MeshEngine:
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
     ):
-        self.optim = optim or AdamW()
+        super().__init__(optim, seed)
         self.device = launch.device_of_rank(device)
         if compute_dtype == "auto":
             compute_dtype = "bf16" if self.device.type == "cuda" else "fp32"
-        self.seed = seed
-        self.step = 0
-        """Calls of `train_step`, skipped ones included."""
-        self.updates = 0
-        self._closed = False
         self.watch: Callable[..., contextlib.AbstractContextManager[Any]] = unwatched
         """(kind, name): what the engine is doing, for a watchdog."""
         self._stepped = False
         self._compute = compute_dtype
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
-        config = model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+        config = config_of(model, trust_remote_code)
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
         self._check_model(meta, recompute)
@@ -124,9 +115,7 @@ class MeshEngine:
             logger.info("layers run eager: %s", eager)
         self.config = meta.config
         self.structure = take_apart(meta)
-        for group in unmatched_groups((n for u in self.structure.units for _, n in u.full_names()), self.optim):
-            raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
-
+        refuse_unmatched_groups(self.structure, self.optim)
         if self.layout.pipeline > 1:
             verify_family_cut(meta.config, trust_remote_code)
 
@@ -159,6 +148,7 @@ class MeshEngine:
             learning_rate: Of this step; by default the optimizer's.
         """
         started = time.perf_counter()
+        check_learning_rate(learning_rate)
         first, self._stepped = not self._stepped, True
         with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
             self._desk.look()
@@ -167,7 +157,7 @@ class MeshEngine:
             if result.tokens == 0:
                 return result
             assert result.loss is not None and result.grad_norm is not None
-            skipped = _decide(result.loss, result.grad_norm)
+            skipped = why_skip(result.loss, result.grad_norm)
             with self.watch("update"):
                 if skipped is None:
                     self.updates += 1
@@ -275,15 +265,8 @@ class MeshEngine:
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
         kept = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra or {}}
         with self.watch("save"):
-            return self._desk.start(
-                Path(directory),
-                kept,
-                wait=wait,
-                weights_only=weights_only,
-                on_error=on_error,
-                buffer_bytes=buffer_bytes,
-                then=then,
-            )
+            options = SaveOptions(wait, weights_only, on_error, buffer_bytes, then)
+            return self._desk.start(Path(directory), kept, options)
 
     def wait_saved(self) -> None:
         """Wait for the save in progress, if there is one. Collective. Raises as the next step would."""
@@ -373,30 +356,11 @@ class MeshEngine:
         self._closed = True
         self.stages.clear()
 
-    def __enter__(self) -> MeshEngine:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     # ---------------------------------------------------------------- construction
 
     def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
         """The whole model on meta, in the masters' type."""
-        for part in {id(c): c for c in (config, config.get_text_config())}.values():
-            if getattr(part, "output_router_logits", False):
-                raise UserError(
-                    "the router's auxiliary loss is not supported",
-                    "output_router_logits",
-                    "set output_router_logits to false in config.json to train without it",
-                )
-        dtype = MASTERS[self._compute]
-        if isinstance(model, nn.Module):
-            meta = build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
-        else:
-            meta = build_meta_model(
-                config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+        meta = build_model(model, config, MASTERS[self._compute], trust_remote_code, attention)
         if self.layout.context > 1:
             if not getattr(meta, "_supports_attention_backend", False):
                 raise UserError(
@@ -484,11 +448,8 @@ class MeshEngine:
 
     # ---------------------------------------------------------------- small parts
 
-    def _checked(self, batch: Batch) -> tuple[Batch, int]:
-        self._refuse_closed()
-        checked, tokens = host_batches.checked(
-            batch, self.config.get_text_config().vocab_size, host_batches.most_positions(self.config)
-        )
+    def _checked(self, batch: Mapping[str, torch.Tensor]) -> tuple[Batch, int]:
+        checked, tokens = super()._checked(batch)
         return without_mask(checked), tokens
 
     def _exact(self) -> contextlib.AbstractContextManager[Any]:
@@ -502,10 +463,6 @@ class MeshEngine:
             at = self.devices.at
             torch.manual_seed(hash((self.seed, self.step, at.pipeline, at.replicate, at.shard)) & (2**63 - 1))
             yield
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine is closed")
 
 
 def _run_code(code: LayerCode, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -524,15 +481,6 @@ def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
     else:
         cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
     return [Part(index, layout.stages, part) for index, part in enumerate(cuts)]
-
-
-def _decide(loss: float, norm: float) -> str | None:
-    """The finite guard, on numbers that are the same everywhere."""
-    if not torch.isfinite(torch.tensor(loss)):
-        return "loss is not finite"
-    if not torch.isfinite(torch.tensor(norm)):
-        return "gradient norm is not finite"
-    return None
 
 
 def _shape(structure: Structure, name: str) -> tuple[int, ...]:

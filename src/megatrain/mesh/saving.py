@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatrain.checkpoint.background import SaveCancelled, SaveProgress, explain
+from megatrain.checkpoint.desk import OnError, SaveOptions
 from megatrain.checkpoint.writer import SavePlan, plan_save, write_planned
 from megatrain.errors import UserError
 from megatrain.host.available import available_host_bytes
@@ -36,7 +37,6 @@ from megatrain.models.structure import Structure, Unit
 
 logger = logging.getLogger(__name__)
 
-OnError = Literal["stop", "warn"]
 
 FINISHED, FAILED = -1, -2
 """Words of rank 0 beside the numbers of units."""
@@ -261,24 +261,14 @@ class SaveDesk:
         self._on_error: OnError = "stop"
         self.saving: MeshSave | None = None
 
-    def start(
-        self,
-        directory: Path,
-        kept: Mapping[str, Any],
-        *,
-        wait: bool,
-        weights_only: bool,
-        on_error: OnError,
-        buffer_bytes: int | None,
-        then: Callable[[], object],
-    ) -> MeshSave:
+    def start(self, directory: Path, kept: Mapping[str, Any], options: SaveOptions) -> MeshSave:
         """Begin a save, behind the one that may still run. Collective. See `MeshEngine.save`."""
         self.end()
-        plan = self._planned(directory, kept, weights_only)
-        job = SaveJob(directory, plan, weights_only, then)
-        save = MeshSave(job, self._state, self._devices.save_group, self._devices.device, buffer_bytes)
-        self.saving, self._on_error = save, "stop" if wait else on_error
-        if wait:
+        plan = self._planned(directory, kept, options.weights_only)
+        job = SaveJob(directory, plan, options.weights_only, options.then)
+        save = MeshSave(job, self._state, self._devices.save_group, self._devices.device, options.buffer_bytes)
+        self.saving, self._on_error = save, "stop" if options.wait else options.on_error
+        if options.wait:
             self.end()
         return save
 

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from megatrain.errors import UserError
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
-from megatrain.models.templates import IN_CHUNKS, LayerCode, Leaves, Stays, Variant, kind_of, template_groups
+from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
 from megatrain.models.tokenwise import Place, TokenChunks, mlp_matrices, modules_in_chunks
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -175,7 +175,6 @@ class Shell:
         self._head_buffers: dict[str, torch.Tensor] = {}
         for name, buffer in buffers.items():
             self._place_buffer(name, buffer)
-        self._buffer_kinds = [kind_of(named) for named in self._layer_buffers]
 
     def _compute_in_chunks(self, tokens: int, places: Mapping[Place, str], compiled: bool) -> None:
         """Put stand-ins that compute in chunks of tokens in the places of MLPs and of the norms behind the layers."""
@@ -256,8 +255,6 @@ class Shell:
             if name.startswith(self._base_prefix)
         }
         bound.update(self._base_buffers)
-        for code in self._code:
-            code.forget_checks()
         output = functional_call(self._streamed_base, bound, kwargs={**inputs, "use_cache": False})
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
@@ -279,8 +276,7 @@ class Shell:
         if not code.compiled:  # eager: the layer's own module, which may keep things to itself by its number
             layer = (self._layers_in_chunks if variant in IN_CHUNKS else self.layers)[index]
             return functional_call(layer, {**weights, **self._layer_buffers[index]}, args, kwargs)
-        kind = (weights.kind, self._buffer_kinds[index]) if isinstance(weights, Leaves) else None
-        return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs, kind)
+        return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs)
 
     def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Leaves over a slot's views, in the dtype HF keeps each parameter in; those of frozen parameters need no gradient."""

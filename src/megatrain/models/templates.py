@@ -22,13 +22,6 @@ the code object and its memory budget is no part of the cache's guards:
 backward computes again no more than it reads: attention runs once. An eager layer does it in two calls: its forward writes
 the results down (`Kept.written`), and the recompute before its backward reads them instead of running the operation
 (`Kept.read`).
-
-[Note: guards once a pass]
-On every call the compiler checks some hundred guards: on the module, its configuration, global state, weights and arguments. In
-one pass over the layers only what a call is given can differ. So when a call's guards have held, the calls of the same pass that
-are given the same, but for the contents of the tensors, go straight to the compiled code. What was checked is forgotten before
-the next pass (`LayerCode.forget_checks`), whose first call of each kind is checked again. Calls that are given anything else
-than tensors and plain values (block masks, caches) are always checked.
 """
 
 from __future__ import annotations
@@ -43,7 +36,6 @@ from typing import Any, Literal
 import torch
 import torch._functorch.config as functorch_config
 from torch import nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
@@ -107,35 +99,11 @@ class Leaves(dict[str, torch.Tensor]):
 
     Attributes:
         trained: Those that need a gradient.
-        kind: Equal for leaves that differ in their contents alone.
     """
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]):
         super().__init__(leaves)
         self.trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        self.kind = kind_of(dict(self))
-
-
-def kind_of(value: Any, tensors: list[int] | None = None) -> Any:
-    """What compiled code may depend on in a value, the contents of its tensors aside; None where that cannot be told.
-
-    Args:
-        tensors: Gets the ids of the tensors in order: equal kinds do not tell whether one stands in several places.
-    """
-    if isinstance(value, torch.Tensor):
-        if tensors is not None:
-            tensors.append(id(value))
-        return type(value), value.shape, value.stride(), value.dtype, value.requires_grad, value.device
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if kind is dict:
-        parts = [kind_of(part, tensors) for part in value.values()]
-        return None if None in parts else (dict, tuple(value), parts)
-    if kind is tuple or kind is list:
-        parts = [kind_of(part, tensors) for part in value]
-        return None if None in parts else (kind, parts)
-    return None
 
 
 class LayerCode:
@@ -164,37 +132,30 @@ class LayerCode:
         self._mlp_matrices = mlp_matrices
         self._name = name
         self._budget = budget
-        self._compiled: dict[Variant, _Compiled] | None = {} if compiled else None
+        self._compiled: dict[Variant, Any] | None = {} if compiled else None
 
     @property
     def compiled(self) -> bool:
         return self._compiled is not None
 
     def __call__(
-        self,
-        variant: Variant,
-        bound: Mapping[str, torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: Any = None,
+        self, variant: Variant, bound: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the layer with `bound` in place of its parameters and buffers (all names).
-
-        Args:
-            kind: That of `bound`, for [Note: guards once a pass]; None: the call is checked.
-        """
+        """Run the layer with `bound` in place of its parameters and buffers (all names)."""
         module = self._in_chunks if variant in IN_CHUNKS else self.module
         if self._compiled is None:
             return functional_call(module, dict(bound), args, kwargs)
         run = self._compiled.get(variant)
         if run is None:
             stays = self.kept_operations(variant) if variant in PARTS else None
-            run = self._compiled[variant] = _Compiled(_fresh_function(module, f"{self._name}_{variant}", stays))
+            run = self._compiled[variant] = torch.compile(
+                _fresh_function(module, f"{self._name}_{variant}", stays), dynamic=False
+            )
         try:
             if variant != "selective":  # the configuration costs more to set than a small layer to launch
-                return run(bound, args, kwargs, kind)
+                return run(dict(bound), args, kwargs)
             with functorch_config.patch(activation_memory_budget=self._budget):
-                return run(bound, args, kwargs, kind)
+                return run(dict(bound), args, kwargs)
         except _compiler_errors() as error:
             logger.warning(
                 "%s cannot be compiled (%s); asked for compile: auto, going on in eager mode",
@@ -205,62 +166,9 @@ class LayerCode:
             self._compiled = None
             return functional_call(module, dict(bound), args, kwargs)
 
-    def forget_checks(self) -> None:
-        """A new pass over the layers begins. See [Note: guards once a pass]."""
-        for run in (self._compiled or {}).values():
-            run.forget_check()
-
     def kept_operations(self, variant: Variant) -> Stays:
         """What the layer keeps in a variant that keeps one part of it."""
         return kept_operations(variant, self._mlp_matrices)
-
-
-class _Compiled:
-    """A function behind the compiler, and the code to go to directly. See [Note: guards once a pass].
-
-    Args:
-        function: With a code object of its own.
-    """
-
-    def __init__(self, function: types.FunctionType):
-        self._function = function
-        self._checking = torch.compile(function, dynamic=False)
-        self._checked: tuple[Any, Callable[..., Any]] | None = None
-        """Kind of a call whose guards have held in this pass, and the code behind them."""
-
-    def __call__(
-        self, bound: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any
-    ) -> Any:
-        tensors: list[int] = []
-        given = kind_of((args, kwargs), tensors) if kind is not None else None
-        if given is None:
-            return self._checking(dict(bound), args, kwargs)
-        # Guards also tell whether one tensor stands in several places; no argument is one of the weights.
-        asked = (kind, given, [tensors.index(number) for number in tensors], torch.is_grad_enabled())
-        if self._checked is not None and self._checked[0] == asked:
-            return self._checked[1](bound, args, kwargs)
-        result = self._checking(dict(bound), args, kwargs)
-        code = self._code_for(dict(bound), args, kwargs)
-        self._checked = None if code is None else (asked, code)
-        return result
-
-    def forget_check(self) -> None:
-        self._checked = None
-
-    def _code_for(self, *given: Any) -> Callable[..., Any] | None:
-        """The compiled code whose guards hold for a call, without its guards; None where there is none, or it is in pieces."""
-        function = self._function
-        code_object, cells = function.__code__, function.__closure__ or ()
-        names = (*code_object.co_varnames[: code_object.co_argcount], *code_object.co_freevars)
-        seen = dict(zip(names, (*given, *(cell.cell_contents for cell in cells)), strict=True))
-        for entry in _debug_get_cache_entry_list(code_object):
-            if entry.guard_manager.check(seen):
-                code: types.CodeType = entry.code
-                in_pieces = any(name.startswith("__resume_at") for name in code.co_names)
-                if in_pieces or code.co_freevars != code_object.co_freevars:
-                    return None
-                return types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, cells)
-        return None
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:
@@ -271,7 +179,7 @@ def _compiler_errors() -> tuple[type[BaseException], ...]:
     return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
 
 
-def _fresh_function(module: nn.Module, name: str, stays: Stays | None) -> types.FunctionType:
+def _fresh_function(module: nn.Module, name: str, stays: Stays | None) -> Any:
     """A function with a code object of its own; see [Note: variants]. With `stays`, of all it computes it keeps that."""
 
     def run(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

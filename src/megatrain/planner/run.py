@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.schema import RunConfig
+from megatrain.errors import UserError
 from megatrain.host.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.choice import Caps, Options, StepSize
@@ -35,6 +36,8 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
     config = load_model_config(folder, run.model.trust_remote_code)
     if machine_file is not None:
         machine = load_machine(machine_file)
+        if machine.device_gib == 0:
+            raise UserError("has no GPU to plan for", f"{machine_file}: device_gib", "give the memory of a GPU")
         caps = _capped(caps_for(machine, device_fraction=run.memory.device_fraction), run)
     else:
         machine = _this_machine(run)
@@ -137,7 +140,6 @@ def _capped(caps: Caps, run: RunConfig) -> Caps:
 
 
 def _this_machine(run: RunConfig) -> Machine:
-    from megatrain.errors import UserError
     from megatrain.machine.probe import probe
 
     machine = probe("cuda" if run.run.device == "cuda" else "auto")
