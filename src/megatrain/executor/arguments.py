@@ -26,19 +26,19 @@ class Branch(NamedTuple):
 Form = Branch | pytree.TreeSpec | None
 """How a value is put together again from its leaves; None is a leaf itself."""
 
-_LEAVES = (torch.Tensor, type(None), bool, int, float, str)
+_LEAVES = frozenset((torch.Tensor, type(None), bool, int, float, str))
 
 
 def take_apart(value: Any, leaves: list[Any]) -> Form:
     """Append the leaves of `value` to `leaves`, in order. Returns its form."""
     kind = type(value)
+    if kind in _LEAVES:
+        leaves.append(value)
+        return None
     if kind is tuple or kind is list:
         return Branch(kind, (), [take_apart(part, leaves) for part in value])
     if kind is dict:
         return Branch(kind, tuple(value), [take_apart(part, leaves) for part in value.values()])
-    if isinstance(value, _LEAVES):
-        leaves.append(value)
-        return None
     found, spec = pytree.tree_flatten(value)
     leaves += found
     return spec

@@ -430,7 +430,7 @@ class StepRunner:
         key = (unit.name, flat.data_ptr(), requires_grad)
         leaves = self._leaf_cache.get(key)
         if leaves is None:
-            leaves = self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad)
+            leaves = Leaves(self.shell.leaves(unit.layout.views(flat), unit.prefix, requires_grad))
             if all(leaf.dtype == flat.dtype for leaf in leaves.values()):
                 self._leaf_cache[key] = leaves
         return leaves

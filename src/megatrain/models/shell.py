@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from megatrain.errors import UserError
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
-from megatrain.models.templates import IN_CHUNKS, LayerCode, Leaves, Stays, Variant, template_groups
+from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
 from megatrain.models.tokenwise import Place, TokenChunks, mlp_matrices, modules_in_chunks
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -278,7 +278,7 @@ class Shell:
             return functional_call(layer, {**weights, **self._layer_buffers[index]}, args, kwargs)
         return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs)
 
-    def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> Leaves:
+    def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Leaves over a slot's views, in the dtype HF keeps each parameter in; those of frozen parameters need no gradient."""
         leaves = {}
         for name, view in views.items():
@@ -286,7 +286,7 @@ class Shell:
             if prefix + name in self.fp32_names:
                 leaf = leaf.float()
             leaves[name] = leaf.requires_grad_(requires_grad and prefix + name not in self.structure.frozen)
-        return Leaves(leaves)
+        return leaves
 
     def _place_buffer(self, name: str, buffer: torch.Tensor) -> None:
         layers_prefix = self.structure.layers_name + "."
