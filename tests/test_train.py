@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,14 @@ def test_resuming_with_other_data_is_refused_unless_allowed(files: Path, tmp_pat
     assert "data (checksum of the samples)" in log_of(run)
     assert "allowed" in log_of(run)
     assert [record.step for record in records(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resuming_with_another_model_folder_says_whose_weights_they_are(files: Path, tmp_path: Path) -> None:
+    train(make(files, tmp_path), engine=CountingEngine())
+    shutil.copytree(make(files, tmp_path).model.path, tmp_path / "other")
+    run = make(files, tmp_path, f"--model.path={tmp_path}/other", "--schedule.steps=6")
+    train(run, resume="auto", engine=CountingEngine())
+    assert "the weights are the checkpoint's" in log_of(run)
 
 
 def test_going_back_to_an_older_checkpoint_keeps_the_newer_one_aside(files: Path, tmp_path: Path) -> None:

@@ -123,10 +123,16 @@ def past_of(
         "data": fingerprint,
         "schedule": schedule,
         "settings": settings_of(run),
+        "model": run.model.path,
         "held_out": held_out_hashes(rows, val),
     }
     if start.start_from is None:
         return Past(0, 0, 0, remembered)
+    began = then.get("model", run.model.path)
+    if began != run.model.path:
+        logger.warning(
+            "model.path is %s, the run began with %s: the weights are the checkpoint's", run.model.path, began
+        )
     found = [
         *changed_data(then, fingerprint),
         *changed_holdout(then, rows),
