@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.arguments import parser
 from megatrain.errors import MegatrainError, UserError
@@ -196,21 +196,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from megatrain.bench import bench, engine_overrides, report_json
+    from megatrain.bench import bench, report_json
 
     report = bench(
         arguments.shape,
-        rows=arguments.rows,
-        tokens=arguments.tokens,
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        device=arguments.device,
-        device_gib=arguments.device_gib,
-        host_gib=arguments.host_gib,
-        device_fraction=arguments.device_fraction,
-        machine_file=arguments.machine,
+        **_of_a_shape(arguments),
         bounds=not arguments.no_bounds,
-        overrides=engine_overrides(arguments.option),
         say=(lambda text: print(text, file=sys.stderr, flush=True)) if arguments.json else _say,  # noqa: T201
     )
     if arguments.json:
@@ -218,25 +209,27 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _trace_shape(arguments: argparse.Namespace) -> None:
-    from megatrain.bench import engine_overrides
     from megatrain.trace import trace_shape
 
-    trace_shape(
-        arguments.shape,
-        rows=arguments.rows,
-        tokens=arguments.tokens,
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        out=arguments.out,
-        png=arguments.png,
-        save=arguments.save,
-        device=arguments.device,
-        device_gib=arguments.device_gib,
-        host_gib=arguments.host_gib,
-        device_fraction=arguments.device_fraction,
-        machine_file=arguments.machine,
-        overrides=engine_overrides(arguments.option),
-    )
+    trace_shape(arguments.shape, **_of_a_shape(arguments), out=arguments.out, png=arguments.png, save=arguments.save)
+
+
+def _of_a_shape(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the commands that run steps of a shape have in common."""
+    from megatrain.bench import engine_overrides
+
+    return {
+        "rows": arguments.rows,
+        "tokens": arguments.tokens,
+        "steps": arguments.steps,
+        "warmup": arguments.warmup,
+        "device": arguments.device,
+        "device_gib": arguments.device_gib,
+        "host_gib": arguments.host_gib,
+        "device_fraction": arguments.device_fraction,
+        "machine_file": arguments.machine,
+        "overrides": engine_overrides(arguments.option),
+    }
 
 
 def _config_file(given: str) -> Path:

@@ -21,9 +21,7 @@ updates wait only for the writer.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +35,8 @@ import torch
 
 from megatrain.checkpoint.writer import SavePlan, write_planned
 from megatrain.device.copier import HostReader
-from megatrain.errors import MegatrainError, UserError
+from megatrain.errors import MegatrainError, PlanRefused, UserError
+from megatrain.host.arena import Arena
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
@@ -245,7 +244,7 @@ class RunningSave:
         if not planes.resident:
             try:
                 empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
-            except (OSError, MemoryError) as error:
+            except (PlanRefused, OSError, MemoryError) as error:
                 logger.warning(
                     "no memory for a copy of %s (%s): updates wait until %s is written", unit, error, self.directory
                 )
@@ -420,11 +419,4 @@ def _state_bytes(planes: UnitPlanes) -> int:
 def _mapped_like(plane: torch.Tensor) -> torch.Tensor:
     """Host memory of the plane's size and type in a mapping of its own, which goes back to the system with the tensor.
     From the heap, memory that changing threads have used would stay with the process."""
-    if plane.numel() == 0:
-        return torch.empty_like(plane, device="cpu")
-    # Private, because shared memory has no huge pages; with small ones, touching the memory takes longer than filling it.
-    memory = mmap.mmap(-1, plane.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=plane.dtype, count=plane.numel())
+    return Arena(plane.nbytes).tensor(0, plane.numel(), plane.dtype)

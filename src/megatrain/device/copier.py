@@ -100,10 +100,6 @@ class HostReader:
             arena.register([0, arena.nbytes])
         self._filled = [torch.cuda.Event(blocking=True) for _ in self._arenas]
 
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(arena.pinned_bytes for arena in self._arenas)
-
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """target.copy_(source), both (n,) of one type; returns when it is done. Nothing may write to `source` meanwhile, and
         what wrote it must have ended: kernels in the compute stream's queue are not waited for."""

@@ -25,8 +25,8 @@ bf16 parts.
 All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
 resident units come and stay until the update. So the peak is looked for in the head, in the backward of the final norm, in each
 layer's backward and at the end. The head's gradient is summed in fp32 over its token chunks (4 bytes an element). Beside the sum
-there are the previous chunk's part (`PREVIOUS_PARTS` x 2 bytes), and of the chunk in work either two copies of the logits, or one
-and the part that is being made. Eager cross entropy has its logits in fp32 three times.
+there are, of the chunk in work, either two copies of the logits, or one and the part that is being made. Eager cross entropy has
+its logits in fp32 three times.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ PROCESS_BYTES = 2 * GIB
 KERNEL_BYTES = 96 << 20
 """Workspaces of matrix kernels, tables of the rotary embedding, and other small things on the device."""
 EAGER_FACTOR = 1.7
-PREVIOUS_PARTS = 0
-"""Parts of the head's gradient that are still referred to while the next token chunk is computed."""
 SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
 
@@ -171,12 +169,8 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
     head_sum = 0
     if cut.head_chunks > 1:
         head_sum = 4 * matrix
-        # the second chunk's sum is made beside both parts; from the third on, the previous part is still there
-        head_work = (
-            max(head_work, part) + PREVIOUS_PARTS * part
-            if cut.head_chunks > 2
-            else max(head_work + part - head_sum, 2 * part)
-        )
+        # the second chunk's sum is made beside both parts
+        head_work = max(head_work, part) if cut.head_chunks > 2 else max(head_work + part - head_sum, 2 * part)
     done_sum = head_sum or part
     kept = {"layer inputs": all_inputs, "kept activations": all_held}
     moments: list[tuple[dict[str, float], str]] = [
