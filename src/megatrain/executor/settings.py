@@ -157,13 +157,19 @@ def head_chunk_tokens_of(vocabulary: int, compiled: bool) -> int:
     return max(64, 1 << (fitting.bit_length() - 1)) if fitting else 64
 
 
-def device_of(device: str | torch.device) -> torch.device:
-    """The device that a setting means on this machine: `auto` is a GPU if there is one."""
+def named_device(device: str | torch.device) -> torch.device:
+    """The kind of device that a setting names, with the number that it gives, if any: `auto` is a GPU if there is one."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise UserError(f"device {found} is not supported", "run.device", "use cpu or cuda")
+    return found
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """The device that a setting means on this machine."""
+    found = named_device(device)
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError("no CUDA device is available", "run.device: cuda", "use run.device: auto or cpu")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatrain.errors import UserError
+from megatrain.executor.settings import named_device
 
 TIMEOUT_S = 600
 """A collective that takes longer is a hang, where nothing else is said."""
@@ -42,11 +43,7 @@ def rank() -> int:
 
 def device_of_rank(device: str | torch.device) -> torch.device:
     """`auto` and `cuda` are this rank's GPU on its host."""
-    if str(device) == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise UserError(f"device {found} is not supported", "run.device", "use cpu or cuda")
+    found = named_device(device)
     if found.type == "cuda" and found.index is None:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         count = torch.cuda.device_count()
