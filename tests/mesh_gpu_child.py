@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +39,19 @@ class GpuCase:
     recompute: bool = False
     compile: Literal["on", "off"] = "off"
     steps: int = 6
+    resume: bool = False  # another engine goes on from a checkpoint in the middle
 
     def __str__(self) -> str:
         words = [self.family, self.dtype, self.kind, *(["recompute"] if self.recompute else [])]
-        return "-".join([*words, *(["compiled"] if self.compile == "on" else [])])
+        return "-".join(
+            [*words, *(["compiled"] if self.compile == "on" else []), *(["resumed"] if self.resume else [])]
+        )
 
 
 CASES = [
     *(GpuCase(name, recompute=again) for name in ("llama", "qwen3", "gemma2", "qwen3_moe") for again in (False, True)),
     GpuCase("llama", "fp32", "padded", steps=3),
+    GpuCase("llama", "fp32", resume=True),
     GpuCase("llama", compile="on"),
     GpuCase("qwen3", compile="on", recompute=True),
 ]
@@ -65,9 +70,17 @@ def run(case: GpuCase, device: str) -> dict[str, Any]:
         "recompute": case.recompute,
         "compile": case.compile,
     }
-    with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
-        got = [mesh.train_step(batch) for batch in batches]
-        types = sorted({str(weight.dtype) for _, weight in mesh.named_parameters()})
+    half = case.steps // 2 if case.resume else case.steps
+    with tempfile.TemporaryDirectory() as folder:
+        with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
+            got = [mesh.train_step(batch) for batch in batches[:half]]
+            types = sorted({str(weight.dtype) for _, weight in mesh.named_parameters()})
+            if case.resume:
+                mesh.save(f"{folder}/checkpoint")
+        if case.resume:
+            with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
+                mesh.load(f"{folder}/checkpoint")
+                got += [mesh.train_step(batch) for batch in batches[half:]]
     return {
         "losses": [r.loss for r in got],
         "norms": [r.grad_norm for r in got],

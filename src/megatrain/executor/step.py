@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -547,9 +548,9 @@ class StepRunner:
         """The targets of some rows, on the device, with positions counted from the first of these rows."""
         tokens = inputs["input_ids"].shape[1]
         first, last = rows.start * tokens, rows.stop * tokens
-        inside = (targets.positions >= first) & (targets.positions < last)
+        start, end = np.searchsorted(targets.positions.numpy(), (first, last))  # they ascend
         return Targets(
-            self._streams.place(targets.positions[inside] - first), self._streams.place(targets.labels[inside])
+            self._streams.place(targets.positions[start:end] - first), self._streams.place(targets.labels[start:end])
         )
 
     def _bind_edges(self, requires_grad: bool) -> Edges:

@@ -130,7 +130,8 @@ class MeshState:
             if updates == 0:
                 held.optimizer.state.pop(held.parameter, None)
             else:
-                held.optimizer.state[held.parameter]["step"] = torch.tensor(float(updates))
+                here = local(held.parameter).device  # where the fused kernel wants the count
+                held.optimizer.state[held.parameter]["step"] = torch.tensor(float(updates), device=here)
 
     # ---------------------------------------------------------------- out
 
