@@ -1,14 +1,16 @@
 """What a checkpoint costs a run, and how fast a run is back: a Qwen3 shape on one GPU, everything as the plan puts it.
 
-Use: python benchmarks/checkpoints.py run SHAPE ROWS TOKENS FOLDER MACHINE_FILE      steps, a save in the background, its cost
-     python benchmarks/checkpoints.py resume SHAPE ROWS TOKENS FOLDER MACHINE_FILE eager|lazy     from nothing to the first step
-`run` leaves its checkpoint in FOLDER for `resume`. The disk's own rate is that of one file of 8 GiB, written in pieces of
+Use: python benchmarks/checkpoints.py run SHAPE ROWS TOKENS FOLDER MACHINE_FILE   steps, two saves in the background, their cost
+     python benchmarks/checkpoints.py resume SHAPE ROWS TOKENS FOLDER MACHINE_FILE eager|lazy   from nothing to the first step
+`run` saves twice: as on request, and as `megatrain train` saves every N steps, with the memory for copies made ready before.
+It leaves the second checkpoint in FOLDER for `resume`. The disk's own rate is that of one file of 8 GiB, written in pieces of
 64 MiB and synced, before the save.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -58,7 +60,25 @@ def run(engine: HostEngine, rows: int, tokens: int, folder: Path) -> None:
     print(f"peak HBM {peak:.1f} GiB, RSS {resident_gib():.1f} GiB", flush=True)
     rate = disk_rate(folder)
     print(f"the disk alone writes {rate:.2f} GiB/s", flush=True)
-    save = engine.save(folder / "ckpt", wait=False)
+    print("a save on request:")
+    saved(engine, rows, tokens, folder / "ckpt", alone, rate)
+    shutil.rmtree(folder / "ckpt")
+    engine.prepare_save()
+    before = [step_of(engine, rows, tokens, 90 + number) for number in range(round(30 / alone))]
+    print(
+        f"memory made ready within {len(before)} steps, {statistics.mean(before):.3f} s each on average, {opening(before)}"
+    )
+    print("a save that was prepared:")
+    saved(engine, rows, tokens, folder / "ckpt", alone, rate)
+
+
+def opening(seconds: list[float], count: int = 8) -> str:
+    return f"the first {[round(s, 2) for s in seconds[:count]]}"
+
+
+def saved(engine: HostEngine, rows: int, tokens: int, checkpoint: Path, alone: float, rate: float) -> None:
+    """Save in the background of steps that take `alone` seconds without, onto a disk of `rate` GiB/s."""
+    save = engine.save(checkpoint, wait=False)
     during, most = [], 0.0
     while not save.done():
         during.append(step_of(engine, rows, tokens, 100 + len(during)))
@@ -67,10 +87,10 @@ def run(engine: HostEngine, rows: int, tokens: int, folder: Path) -> None:
     lost = sum(during) - alone * len(during)
     written = progress.written_bytes / GIB
     print(
-        f"a save in the background: {written:.1f} GiB, {progress.seconds:.1f} s of which {progress.read_back_s:.1f} s "
+        f"{written:.1f} GiB, {progress.seconds:.1f} s of which {progress.read_back_s:.1f} s "
         f"read back; {progress.bytes_per_s / GIB:.2f} GiB/s written ({progress.bytes_per_s / GIB / rate:.2f} of the disk)\n"
         f"{len(during)} steps meanwhile, {statistics.mean(during):.3f} s each on average "
-        f"({100 * lost / (alone * len(during)):.1f}% more than without), the longest {max(during):.3f} s\n"
+        f"({100 * lost / (alone * len(during)):.1f}% more than without), the longest {max(during):.3f} s, {opening(during)}\n"
         f"updates waited {progress.waited_s:.2f} s, {progress.copied_bytes / GIB:.1f} GiB copied, most RSS {most:.1f} GiB, "
         f"now {resident_gib():.1f} GiB",
         flush=True,

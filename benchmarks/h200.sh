@@ -30,7 +30,7 @@ for name in "$@"; do
     deepspeed) row "$name" 170 4 python3 benchmarks/peers/deepspeed_zero3.py --warmup 1 --steps 2 ;;
     fsdp2) row "$name" 100 4 python3 benchmarks/peers/fsdp2.py --warmup 1 --steps 2 ;;
     small) row "$name" 90 6 python3 benchmarks/small_units.py 16 1024 12 ;;
-    save) row "$name" 200 9 python3 benchmarks/checkpoints.py run qwen3-4b 32 1024 "$disk" "$machine" ;;
+    save) row "$name" 280 16 python3 benchmarks/checkpoints.py run qwen3-4b 32 1024 "$disk" "$machine" ;;
     resume-*) row "$name" 120 2 python3 benchmarks/checkpoints.py resume qwen3-4b 32 1024 "$disk" "$machine" "${name#resume-}" ;;
     long-524288) row "$name" 500 20 python3 benchmarks/long_context.py 524288 --layers 12 --machine "$machine" ;;
     long-*) row "$name" 300 20 python3 benchmarks/long_context.py "${name#long-}" --machine "$machine" ;;

@@ -279,6 +279,7 @@ class Loop:
                 self._record(metrics, record)
                 plot.update(self.history)
                 self.saves.report()
+                self.saves.prepare(self.step, record.step_s)
                 diverged = self.guard.look(record) or self._act_on_alerts(record)
                 if diverged is not None:
                     return diverged

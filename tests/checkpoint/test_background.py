@@ -19,8 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from families import BY_NAME, batch, build
 from hosted import as_bits
-from megatrain.checkpoint import background, files, reader
+from megatrain.checkpoint import background, copies, files, reader
 from megatrain.checkpoint.background import RunningSave, SaveCancelled, UnitState
+from megatrain.checkpoint.copies import CopyMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
 from megatrain.device.copier import HostReader
 from megatrain.errors import EngineClosed, UserError
@@ -189,14 +190,14 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
 ) -> None:
     """The save loses nothing, and neither side waits for a copy that nobody makes."""
     slow_disk(0.001)
-    made, mapped = itertools.count(), background._mapped_like
+    made, mapped = itertools.count(), CopyMemory.like
 
-    def short(plane: torch.Tensor) -> torch.Tensor:
+    def short(self: CopyMemory, plane: torch.Tensor) -> torch.Tensor:
         if next(made) >= refused_from:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return mapped(plane)
+        return mapped(self, plane)
 
-    monkeypatch.setattr(background, "_mapped_like", short)
+    monkeypatch.setattr(CopyMemory, "like", short)
     with engine_of() as engine:
         train(engine, data(1))
         then = planes_of(engine)
@@ -205,6 +206,56 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
         save.result(60)
         engine.load(tmp_path / "ckpt")
         assert_same(planes_of(engine), then)
+
+
+@pytest.mark.parametrize("placement", ["host", "partly resident", "whole masters"])
+def test_prepared_memory_is_what_the_copies_take(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
+) -> None:
+    """All of it, and no more is mapped; what a save has left over goes back with its end, or with the engine's."""
+    slow_disk(0.001)
+    with engine_of(**PLACEMENTS[placement]) as engine:
+        train(engine, data(1))
+        then = planes_of(engine)
+        size = sum(plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values())
+        memory = engine._desk._memory
+        engine.prepare_save()
+        engine.prepare_save()  # while the first one works, or when all is there: nothing more
+        assert memory._toucher is not None
+        memory._toucher.join(30)
+        assert memory.ready_bytes == size
+        with monkeypatch.context() as patch:
+            patch.setattr(copies, "Arena", lambda size: pytest.fail("mapped during the save"))
+            save = engine.save(tmp_path / "ckpt", wait=False)
+            train(engine, data(2, 1))
+            assert save.result(60).copied_bytes > 0
+        assert memory.ready_bytes == 0
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
+        engine.prepare_save(size // 2)
+        assert memory._toucher is not None
+        memory._toucher.join(30)
+        assert 0 < memory.ready_bytes <= size // 2
+    assert memory.ready_bytes == 0
+
+
+def test_no_memory_is_prepared_that_the_host_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "available_host_bytes", lambda: copies.LEFT_BYTES + 5000)
+    memory = CopyMemory()
+    memory.prepare([4096, 1 << 20, 4096])
+    assert memory._toucher is not None
+    memory._toucher.join(30)
+    assert memory.ready_bytes == 4096
+    assert memory.missing_bytes([torch.empty(1024), torch.empty(1024), torch.empty(512)]) == 4096 + 2048
+
+
+def test_a_save_of_weights_copies_weights(tmp_path: Path, writer_behind: None) -> None:
+    with engine_of() as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "weights", wait=False, weights_only=True)
+        train(engine, data(1, 1))
+        planes = engine.store.units.values()
+        assert 0 < save.result(60).copied_bytes <= sum(4 * each.layout.numel for each in planes)
 
 
 @pytest.mark.parametrize("placement", ["host", "partly resident"])

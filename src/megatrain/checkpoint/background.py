@@ -33,18 +33,15 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.checkpoint.copies import LEFT_BYTES, CopyMemory
 from megatrain.checkpoint.writer import SavePlan, write_planned
 from megatrain.device.copier import HostReader
 from megatrain.errors import MegatrainError, PlanRefused, UserError
-from megatrain.host.arena import Arena
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
 
 logger = logging.getLogger(__name__)
-
-LEFT_BYTES = 1 << 30
-"""Host memory that copies leave free, whatever their bound: a run whose state fills the host must not end because it is saved."""
 
 
 class SaveCancelled(MegatrainError):
@@ -117,6 +114,7 @@ class RunningSave:
         buffer_bytes: Most bytes of copies that exist at the same time, but for one unit larger than that; less on a full host.
         then: Called in the thread when the checkpoint is whole and read back; its errors are the save's.
         reader: Copies resident units to the host.
+        memory: Where copies go; what nobody has taken of it goes back to the system at the end.
     """
 
     def __init__(
@@ -127,10 +125,13 @@ class RunningSave:
         buffer_bytes: int,
         then: Callable[[], object] = lambda: None,
         reader: HostReader | None = None,
+        memory: CopyMemory | None = None,
     ):
         self.plan = plan
         self._store, self._updates, self._buffer_bytes, self._then = store, dict(updates), buffer_bytes, then
         self._reader = reader or HostReader(torch.device("cpu"))
+        self._memory = memory or CopyMemory()
+        self._kinds = ("hi", "lo") if plan.weights_only else ("hi", "lo", "m", "v")
         self._changed = threading.Condition()
         self._states = {unit.name: UnitState.PENDING for unit in plan.units}
         self._copies: dict[str, UnitPlanes] = {}
@@ -240,17 +241,16 @@ class RunningSave:
     def _begin_copy(self, unit: str) -> bool:
         """Under the lock, for a unit that is PENDING and has room. False where the system has no memory for the copy."""
         planes = self._store.units[unit]
-        size = _state_bytes(planes)
+        size = self._size_of(planes)
         if not planes.resident:
             try:
-                empty = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
+                self._copies[unit] = self._empty_copy(planes)
             except (PlanRefused, OSError, MemoryError) as error:
                 logger.warning(
                     "no memory for a copy of %s (%s): updates wait until %s is written", unit, error, self.directory
                 )
                 self._refused = True
                 return False
-            self._copies[unit] = UnitPlanes(unit, planes.layout, **{"lo": None, **empty})
         self._states[unit] = UnitState.COPYING
         self._room_taken += size
         self._copied_bytes += size
@@ -260,9 +260,13 @@ class RunningSave:
         """Under the lock."""
         match self._states.get(unit, UnitState.DONE):
             case UnitState.PENDING:
-                size = _state_bytes(self._store.units[unit])
+                saved = self._saved(self._store.units[unit])
+                size = sum(plane.nbytes for plane in saved.values())
                 has_room = self._room_taken == 0 or self._room_taken + size <= self._buffer_bytes
-                return has_room and not self._refused and size + LEFT_BYTES <= available_host_bytes()
+                missing = self._memory.missing_bytes(list(saved.values()))
+                return (
+                    has_room and not self._refused and (not missing or missing + LEFT_BYTES <= available_host_bytes())
+                )
             case UnitState.WRITING | UnitState.COPYING:
                 return False
         return True
@@ -271,7 +275,7 @@ class RunningSave:
         copy = self._copies.get(unit) if self._states.get(unit) is UnitState.COPYING else None
         if copy is not None:
             source = self._store.units[unit].state()
-            for kind, plane in copy.state().items():
+            for kind, plane in self._saved(copy).items():
                 plane[start:end].copy_(source[kind][start:end])
 
     def _copy_ended(self, unit: str, copy: UnitPlanes | None = None) -> None:
@@ -336,6 +340,7 @@ class RunningSave:
             self._copies.clear()
             self._changed.notify_all()
         self._ahead.join()  # it may be in the middle of a unit; whoever waits for the save may close the reader
+        self._memory.give_back()
         self._error = self._copy_error or self._error
 
     def _count(self, count: int) -> None:
@@ -385,24 +390,51 @@ class RunningSave:
 
     def _copy_of(self, planes: UnitPlanes) -> UnitPlanes:
         """A copy of a resident unit on the host. Its planes must be at rest."""
-        copies = {kind: _mapped_like(plane) for kind, plane in planes.state().items()}
-        for kind, plane in planes.state().items():
-            self._reader.read(copies[kind], plane)
-        return UnitPlanes(planes.name, planes.layout, **{"lo": None, **copies})
+        copy = self._empty_copy(planes)
+        source = planes.state()
+        for kind, plane in self._saved(copy).items():
+            self._reader.read(plane, source[kind])
+        return copy
+
+    def _empty_copy(self, planes: UnitPlanes) -> UnitPlanes:
+        """Memory for a copy of what is saved of a unit."""
+        copies = {kind: self._memory.like(plane) for kind, plane in self._saved(planes).items()}
+        nothing = dict.fromkeys(("m", "v"), torch.empty(0))
+        return UnitPlanes(planes.name, planes.layout, **{"lo": None, **nothing, **copies})
+
+    def _saved(self, planes: UnitPlanes) -> dict[str, torch.Tensor]:
+        """The planes of a unit that are written, by kind."""
+        return {kind: plane for kind, plane in planes.state().items() if kind in self._kinds}
+
+    def _size_of(self, planes: UnitPlanes) -> int:
+        return sum(plane.nbytes for plane in self._saved(planes).values())
 
     def _written(self, name: str) -> None:
         with self._changed:
             if self._copies.pop(name, None) is not None:
-                self._room_taken -= _state_bytes(self._store.units[name])
+                self._room_taken -= self._size_of(self._store.units[name])
             self._states[name] = UnitState.DONE
             self._changed.notify_all()
 
 
-def default_buffer_bytes(store: HostStore) -> int:
+def default_buffer_bytes(store: HostStore, ready_bytes: int = 0) -> int:
     """Room for copies where nothing is asked for: all of the state, as far as half of the host memory that nobody uses now
-    goes, and two units of the largest kind at least."""
+    goes, and two units of the largest kind at least. `ready_bytes` are in use, for copies."""
     sizes = [_state_bytes(planes) for planes in store.units.values()]
-    return max(2 * max(sizes), min(sum(sizes), available_host_bytes() // 2))
+    return max(2 * max(sizes), min(sum(sizes), (available_host_bytes() + ready_bytes) // 2))
+
+
+def sizes_of_copies(store: HostStore, buffer_bytes: int) -> list[int]:
+    """Sizes of the planes that a save will copy within `buffer_bytes` [bytes], in the order in which it does: units on the
+    device first."""
+    units = sorted(store.units.values(), key=lambda planes: not planes.resident)
+    sizes: list[int] = []
+    for planes in units:
+        of_unit = [plane.nbytes for plane in planes.state().values()]
+        if sum(sizes) + sum(of_unit) > buffer_bytes:
+            break
+        sizes += of_unit
+    return sizes
 
 
 def explain(error: BaseException) -> UserError:
@@ -414,9 +446,3 @@ def explain(error: BaseException) -> UserError:
 
 def _state_bytes(planes: UnitPlanes) -> int:
     return sum(plane.nbytes for plane in planes.state().values())
-
-
-def _mapped_like(plane: torch.Tensor) -> torch.Tensor:
-    """Host memory of the plane's size and type in a mapping of its own, which goes back to the system with the tensor.
-    From the heap, memory that changing threads have used would stay with the process."""
-    return Arena(plane.nbytes).tensor(0, plane.numel(), plane.dtype)

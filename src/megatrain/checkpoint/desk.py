@@ -13,7 +13,14 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from megatrain.checkpoint.background import RunningSave, SaveCancelled, default_buffer_bytes, explain
+from megatrain.checkpoint.background import (
+    RunningSave,
+    SaveCancelled,
+    default_buffer_bytes,
+    explain,
+    sizes_of_copies,
+)
+from megatrain.checkpoint.copies import CopyMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, RunningLoad
 from megatrain.checkpoint.writer import plan_save
 from megatrain.device.copier import HostReader
@@ -79,6 +86,7 @@ class CheckpointDesk:
         self._owners: dict[str, str] = {}  # full name -> unit, of parameters and persistent buffers
         self._on_error: OnError = "stop"
         self._reader: HostReader | None = None  # made by the first save
+        self._memory = CopyMemory()
         self.saving: RunningSave | None = None
         self.loading: RunningLoad | None = None
 
@@ -108,12 +116,18 @@ class CheckpointDesk:
         )
         buffer_bytes = options.buffer_bytes
         if buffer_bytes is None:  # with nobody training, one unit's copy at a time is as fast
-            buffer_bytes = 0 if options.wait else default_buffer_bytes(self._store)
+            buffer_bytes = 0 if options.wait else default_buffer_bytes(self._store, self._memory.ready_bytes)
         self._on_error = options.on_error
         if self._reader is None:
             self._reader = HostReader(self._device if self._store.resident_bytes else torch.device("cpu"))
-        self.saving = RunningSave(plan, self._store, updates, buffer_bytes, options.then, self._reader)
+        self.saving = RunningSave(plan, self._store, updates, buffer_bytes, options.then, self._reader, self._memory)
         return self.saving
+
+    def prepare_save(self, buffer_bytes: int | None) -> None:
+        """A save in the background is near: see [Note: memory that nobody has touched]. Nothing is done while one runs."""
+        if self.saving is None or self.saving.done():
+            room = default_buffer_bytes(self._store, self._memory.ready_bytes) if buffer_bytes is None else buffer_bytes
+            self._memory.prepare(sizes_of_copies(self._store, room))
 
     def look_at_save(self) -> None:
         """Forget a save that has ended. If it failed and nobody knows yet: raise its error, or warn, as was asked for."""
@@ -187,6 +201,7 @@ class CheckpointDesk:
             if error is not None and not isinstance(error, SaveCancelled):
                 logger.error("the checkpoint was not saved: %s", explain(error))
             self.saving = None
+        self._memory.give_back()
         if self._reader is not None:
             self._reader.close()
 

@@ -245,7 +245,7 @@ def write_unit(
     Args:
         folder: Where to.
         unit: The unit.
-        planes: Its state; a copy does as well as the store's own.
+        planes: Its state; a copy does as well as the store's own, and one of hi and lo for `weights_only`.
         model: For the family's conversion.
         unit_buffers: Persistent buffers that are saved with this unit, on the CPU.
         keep_fp32: Full names of weights that are saved as fp32; their lo would say nothing new and is left out.
@@ -258,8 +258,9 @@ def write_unit(
             weights[full] = planes.read_master(local)
         else:
             weights[full], rest[state_key("lo", full)] = split(planes, local)
-        rest[state_key("m", full)] = planes.layout.view(planes.m, local)
-        rest[state_key("v", full)] = planes.layout.view(planes.v, local)
+        if not weights_only:
+            rest[state_key("m", full)] = planes.layout.view(planes.m, local)
+            rest[state_key("v", full)] = planes.layout.view(planes.v, local)
     crcs = folder.crcs_of(weights)
     saved = to_checkpoint(model, weights)
     folder.write_tensors(weights_file, saved)

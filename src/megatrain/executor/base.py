@@ -40,6 +40,10 @@ class EngineBase(ABC):
     def close(self) -> None:
         """Give all memory back. A closed engine refuses every further call."""
 
+    def prepare_save(self, buffer_bytes: int | None = None) -> None:  # noqa: B027  an engine need not
+        """A save in the background is some seconds away, and will get this `buffer_bytes`: time to make memory for its copies
+        ready, for an engine that keeps such. Returns at once."""
+
     def __enter__(self) -> Self:
         return self
 

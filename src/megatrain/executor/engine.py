@@ -438,6 +438,17 @@ class HostEngine(EngineBase):
             self._forget_ended_save()
         return saving
 
+    def prepare_save(self, buffer_bytes: int | None = None) -> None:
+        """Make host memory ready for the copies of a save in the background that is some seconds away. Returns at once.
+
+        Such a save holds the next step up less then. Without a save to come, the memory is kept until `close`.
+
+        Args:
+            buffer_bytes: As `save` will get it.
+        """
+        self._refuse_closed()
+        self._desk.prepare_save(buffer_bytes)
+
     def wait_saved(self) -> None:
         """Wait until no save is in progress. Raises, or warns of, an error that nobody has been told of."""
         self._refuse_closed()
