@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import families
 import mesh_ranks as ranks
 from megatrain.errors import EngineClosed, UserError
+from megatrain.mesh import launch
+from megatrain.mesh.devices import Devices
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.exact import Fp32MeansFp64
 from megatrain.mesh.layout import Layout
+from megatrain.mesh.schedule import KEPT_SHAPES
 from megatrain.optim.adamw import AdamW, ParamGroup
 from mesh_cases import Case
 from mesh_parity import batches, build, digests
@@ -66,16 +71,89 @@ def test_evaluation_changes_nothing():
     assert ranks.run(4, work, False) == ranks.run(4, work, True)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("zb1p", 1), ("zbv", 2), pytest.param("dualpipev", 2, marks=pytest.mark.slow)]
+)
+def test_split_backwards_add_up_in_fp32(schedule, virtual):
+    """In bf16 the gradients of all microbatches are, bit for bit, those of 1F1B, which FSDP's own hooks add up."""
+    family = families.BY_NAME["llama"]
+    model = families.build(family, seed=1, dtype=torch.float32, tie=False)
+    batch = families.batch(family, seed=0, rows=8, tokens=16, kind="plain")
+
+    def work(layout):
+        trained = MeshEngine(model, layout, compute_dtype="bf16")
+        trained.backward(batch)
+        return dict(trained.named_gradients())
+
+    pieces = {"pipeline": 2, "shard": 1, "microbatches": 8}
+    want = ranks.run(2, work, Layout(**pieces))[0]
+    found = ranks.run(2, work, Layout(**pieces, schedule=schedule, virtual=virtual))[0]
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+@pytest.mark.parametrize(("schedule", "pipeline"), [("interleaved", 2), ("zbv", 2), ("interleaved", 3)])
+def test_both_ends_name_the_messages_of_an_evaluation_in_the_same_order(schedule, pipeline, monkeypatch):
+    """NCCL stands still otherwise, where gloo does not. See [Note: order of messages]."""
+    case = replace(LLAMA, layers=6)
+    model, steps = build(case), batches(case)
+    named: list[tuple[str, int]] = []
+
+    def noting(word, plain):
+        def call(tensor, peer, group):
+            named.append((word, peer))
+            return plain(tensor, peer, group=group)
+
+        return call
+
+    def work():
+        layout = Layout(pipeline=pipeline, virtual=2, shard=1, schedule=schedule, microbatches=2 * pipeline)
+        trained = engine(model, layout)
+        for word in ("send", "recv"):
+            monkeypatch.setattr(torch.distributed, f"i{word}", noting(word, getattr(torch.distributed, f"i{word}")))
+            monkeypatch.delattr(torch.distributed, word)
+        loss = trained.eval_step(steps[0]).loss_sum
+        return named, loss
+
+    results = ranks.run(pipeline, work)
+    other = {"send": "recv", "recv": "send"}
+    for rank, (mine, _) in enumerate(results):
+        for peer, (theirs, _) in enumerate(results):
+            here = [word for word, p in mine if p == peer]
+            there = [other[word] for word, p in theirs if p == rank]
+            assert here == there, (rank, peer)
+    assert sum(len(mine) for mine, _ in results) >= 4 * pipeline
+
+
+def test_every_group_waits_as_long_as_the_first(monkeypatch):
+    """Else the watchdog would not come first: NCCL's own limit is ten minutes."""
+    monkeypatch.setattr(launch, "_timeout_s", 77.0)
+
+    def work():
+        devices = Devices.build(Layout(pipeline=2, context=2, shard=1), torch.device("cpu"))
+        groups = [devices.mesh[name].get_group() for name in devices.mesh.mesh_dim_names or ()]
+        groups += [devices.context_group, devices.tie_group]
+        found = [g._get_backend(torch.device("cpu")).options._timeout for g in groups if g is not None]
+        return [limit.total_seconds() for limit in found]
+
+    for found in ranks.run(4, work):
+        assert set(found) == {77.0} and len(found) == 6
+
+
 def test_shapes_may_change_from_step_to_step():
-    """A shorter batch after a longer one, more rows, fewer rows than ranks: each is computed with its own shape."""
+    """A shorter batch after a longer one, more rows, fewer rows than ranks: each is computed with its own shape.
+
+    The receive buffers of past shapes do not pile up.
+    """
     model = build(LLAMA)
     family = families.BY_NAME["llama"]
-    shapes = [(8, 16), (3, 9), (1, 8), (8, 16), (5, 24)]
+    shapes = [(8, 16), (3, 9), (1, 8), (8, 16), (5, 24), (2, 11)]
     steps = [families.batch(family, seed=i, rows=r, tokens=t, kind="plain") for i, (r, t) in enumerate(shapes)]
 
     def work():
         trained = engine(model, Layout(pipeline=2, shard=2))
-        return [(r.loss, r.grad_norm) for r in (trained.train_step(batch) for batch in steps)]
+        results = [(r.loss, r.grad_norm) for r in (trained.train_step(batch) for batch in steps)]
+        assert len(trained.runner._schedules) == KEPT_SHAPES < len(set(shapes))
+        return results
 
     found = ranks.run(4, work)[0]
     with Fp32MeansFp64():

@@ -134,10 +134,12 @@ def attention(
     _refuse_unknown(module, attention_mask, dropout, sliding_window, extras)
     keys, values = _GatherTokens.apply(torch.stack([key, value]), tokens.group).unbind()  # type: ignore[attr-defined]
     mask = tokens.mask(sliding_window)
+    repeats = query.shape[1] // keys.shape[1]
+    if repeats > 1:
+        # Not `enable_gqa`: CUDA's fused kernels take it or a mask. With both the scores would be held, in fp32.
+        keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
     if softcap is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
-        )
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     else:
         out = _capped(query, keys, values, mask, scaling, softcap)
     return out.transpose(1, 2).contiguous(), None
@@ -151,8 +153,6 @@ def _capped(
     scaling: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatrain.mesh import launch
 from megatrain.mesh.layout import Coordinate, Layout
 
 
@@ -57,6 +59,9 @@ class Devices:
         """Make all process groups. Collective: every rank calls it once, after `init_process_group`."""
         assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout)
         mesh = mesh_of(layout, device.type)
+        for name in mesh.mesh_dim_names or ():
+            # `init_device_mesh` takes no timeout; torch's own trainers set it so.
+            _set_pg_timeout(launch.collective_timeout(), mesh[name].get_group())
         at = layout.coordinate(dist.get_rank())
         context_group = None
         if layout.context > 1:
@@ -88,7 +93,7 @@ def _my_group(layout: Layout, at: Coordinate, dimension: str, indices: list[int]
         if getattr(start, dimension) != indices[0]:
             continue
         ranks = [layout.rank(dataclasses.replace(start, **{dimension: i})) for i in indices]
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=launch.collective_timeout())
         if layout.rank(at) in ranks:
             assert isinstance(group, dist.ProcessGroup), ranks
             mine = group

@@ -27,6 +27,8 @@ from megatrain.executor.settings import named_device
 
 TIMEOUT_S = 600
 """A collective that takes longer is a hang, where nothing else is said."""
+_timeout_s: float = TIMEOUT_S
+"""Of the process group that `join` made."""
 _shared: Any = None
 """The store of the latest `join` under torchrun, whatever its attempt."""
 
@@ -64,13 +66,14 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         device: Of this rank.
         timeout_s: A collective that takes longer ends the process.
     """
-    global _shared
+    global _shared, _timeout_s
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
+    _timeout_s = timeout_s
     # A failed or late collective ends the process, so that torchrun starts all again. The default of the releases used here;
     # said for those where it is not.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
@@ -83,6 +86,11 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def collective_timeout() -> datetime.timedelta:
+    """What `join` was told. Groups beside the default one do not take it over: NCCL's would end the process after ten minutes."""
+    return datetime.timedelta(seconds=_timeout_s)
 
 
 def note_begun(folder: Path) -> None:

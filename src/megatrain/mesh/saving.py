@@ -158,13 +158,12 @@ class MeshSave:
     def _copy_units(self) -> None:
         for unit in self._names[self._first_copied :]:
             for name in self._state.sent_names(unit):
-                # to("cpu") of a CPU tensor is the tensor itself, but `part` has stacked a new one already.
-                self._copies[name] = self._state.part(name, self._planes).to("cpu")
+                self._copies[name] = self._state.part(name, self._planes)
 
     def _read(self, name: str) -> torch.Tensor:
         """What this rank sends of a parameter; a copy is given once."""
         copy = self._copies.pop(name, None)
-        return copy if copy is not None else self._state.part(name, self._planes).to("cpu")
+        return copy if copy is not None else self._state.part(name, self._planes)
 
     # ---------------------------------------------------------------- the thread
 

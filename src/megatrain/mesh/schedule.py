@@ -2,21 +2,29 @@
 
 [Note: one schedule per shape]
 torch's stages allocate their receive buffers for one shape, and gloo delivers a shorter message into a longer buffer without an
-error, leaving stale rows. So a stage and schedule of torch's are made for each shape of a microbatch and kept; they hold no
-parameters. Shapes are given statically: nothing is inferred by a trial run.
+error, leaving stale rows. So a stage and schedule of torch's are made for each shape of a microbatch; they hold no
+parameters, but receive buffers for all microbatches, so only those of the latest shapes are kept. Shapes are given statically:
+nothing is inferred by a trial run.
 
 [Note: evaluation]
 Evaluation is a loop of its own, not `schedule.eval`: that one would switch torch's stages to forward only and back, and make
 FSDP reduce in between.
+
+[Note: order of messages]
+NCCL runs the messages between two ranks in the order in which each of them asked for them, and a large send ends only when the
+other side receives. Gloo's messages wait for nothing, so an order that stands still shows on GPUs alone. In evaluation both ends
+of every pair therefore name a stage's messages together: all of them received first, then all of them sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -42,6 +50,10 @@ Microbatches = Sequence[dict[str, torch.Tensor]]
 """Per microbatch: `input_ids`, `labels` (B, L) and, for all or none of them, `position_ids`, `documents`."""
 
 
+KEPT_SHAPES = 4
+"""Unpacked rows give nearly every step a shape of its own."""
+
+
 class _TorchStage(PipelineStage):
     """torch's stage, with its actions timed."""
 
@@ -64,7 +76,23 @@ class _TorchStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.action("W", self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            _into_fp32_sums(self.submod)
+
+
+def _into_fp32_sums(stage: torch.nn.Module) -> None:
+    """Add the gradients of one microbatch to FSDP's sums in the reduction's type, as its own hooks do in a whole backward.
+
+    torch's half for the weights goes around these hooks. Left in `.grad`, gradients of the next microbatches would be added to it
+    in bf16, and the copy be held beside the sums.
+    """
+    for state in fully_shard.state(stage)._state_ctx.all_states:  # type: ignore[attr-defined]
+        # Later releases than 2.11 may have several groups.
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                assert not group.reduce_grads, "reduced only behind the last microbatch"
+                group.post_backward()
 
 
 class Runner:
@@ -82,7 +110,7 @@ class Runner:
         self._layout = devices.layout
         self._hidden_size, self._hidden_dtype = hidden
         self._group = devices.mesh["pipeline"].get_group()
-        self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._schedules: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._latest: Any = None
         self.clock = ActionClock(devices.device)
         """The actions of the latest `forward_backward`."""
@@ -108,14 +136,12 @@ class Runner:
         names = sorted(microbatches[0])
         rows, tokens = microbatches[0]["input_ids"].shape
         key = (len(microbatches), rows, tokens, *names)
-        if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(len(microbatches), rows, tokens)
+        self._latest = self._schedule_of(key)
         joined = {name: torch.cat([m[name] for m in microbatches]) for name in names}
         ids = joined.pop("input_ids")
         losses: list[torch.Tensor] = []
         args = (ids,) if self.stages[0].part.first else ()
         target = torch.zeros(len(microbatches)) if self.stages[-1].part.last else None
-        self._latest = self._schedules[key]
         self._latest.step(*args, target=target, losses=losses, **joined)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero()
 
@@ -139,13 +165,12 @@ class Runner:
         sent: list[Any] = []
         with torch.no_grad():
             for stage in self.stages:
-                outputs = []
-                for number, microbatch in enumerate(microbatches):
+                outputs: list[torch.Tensor] = []
+                coming = self._receives(stage, microbatches, here)
+                for microbatch in microbatches:
                     inputs = dict(microbatch)
                     given = inputs.pop("input_ids")
-                    if not stage.part.first:
-                        given = self._receive(stage, given.shape, here, number)
-                    output = stage(given, **inputs)
+                    output = stage(given if stage.part.first else next(coming), **inputs)
                     outputs.append(output)
                     if stage.part.last:
                         total += output.sum()
@@ -158,15 +183,22 @@ class Runner:
                 work.wait()
         return total
 
-    def _receive(
-        self, stage: Stage, shape: torch.Size, here: dict[int, list[torch.Tensor]], number: int
-    ) -> torch.Tensor:
+    def _receives(
+        self, stage: Stage, microbatches: Microbatches, here: dict[int, list[torch.Tensor]]
+    ) -> Iterator[torch.Tensor]:
+        """What the stage is given for each microbatch, asked for at once. See [Note: order of messages]."""
         before = stage.part.index - 1
         if before in here:
-            return here[before][number]
-        hidden = torch.empty(self._hidden_shape(*shape), dtype=self._hidden_dtype, device=self._devices.device)
-        dist.recv(hidden, self._peer(before), group=self._group)
-        return hidden
+            yield from here.pop(before)
+            return
+        asked: list[tuple[Any, torch.Tensor]] = []
+        for microbatch in microbatches:
+            shape = self._hidden_shape(*microbatch["input_ids"].shape)
+            hidden = torch.empty(shape, dtype=self._hidden_dtype, device=self._devices.device)
+            asked.append((dist.irecv(hidden, self._peer(before), group=self._group), hidden))
+        for work, hidden in asked:
+            work.wait()
+            yield hidden
 
     def _peer(self, stage: int) -> int:
         """Global rank of the holder of a stage in this rank's pipeline group."""
@@ -177,6 +209,15 @@ class Runner:
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._devices.device)
+
+    def _schedule_of(self, key: tuple[Any, ...]) -> Any:
+        """See [Note: one schedule per shape]. All ranks of a pipeline see the same shapes, and so keep the same."""
+        if key not in self._schedules:
+            while len(self._schedules) >= KEPT_SHAPES:
+                self._schedules.popitem(last=False)
+            self._schedules[key] = self._make_schedule(*key[:3])
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
 
     def _make_schedule(self, count: int, rows: int, tokens: int) -> Any:
         stages = [self._torch_stage(stage, rows, tokens) for stage in self.stages]

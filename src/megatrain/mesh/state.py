@@ -144,13 +144,18 @@ class MeshState:
         return 4 * planes * sum(math.prod(self._sent[name].sizes) for name in self.sent_names(unit))
 
     def part(self, name: str, planes: int) -> torch.Tensor:
-        """(planes, box): this rank's master, and with 3 planes m and v, in fp32: a copy on its device."""
+        """(planes, box): this rank's master, and with 3 planes m and v, in fp32: a copy on the CPU, made when it returns.
+
+        The device holds no copy in between: three planes of an embedding are gigabytes, which a save may not find there.
+        """
         held = self._held[name][0]
         state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
-        values = [local(held.parameter.detach()).float()]
-        for key in ("exp_avg", "exp_avg_sq")[: planes - 1]:
-            values.append(local(state[key]).float() if key in state else torch.zeros_like(values[0]))
-        return torch.stack(values).reshape(planes, *held.box.sizes)
+        sources = [held.parameter.detach(), *(state.get(key) for key in ("exp_avg", "exp_avg_sq"))]
+        values = torch.zeros((planes, *held.box.sizes), dtype=torch.float32)
+        for value, source in zip(values, sources, strict=False):
+            if source is not None:
+                value.copy_(local(source).reshape(value.shape))
+        return values
 
     def gather(
         self, name: str, read: Callable[[str], torch.Tensor], group: dist.ProcessGroup, planes: int
@@ -159,7 +164,7 @@ class MeshState:
 
         Args:
             name: The unit.
-            read: Gives what `part` gives, now or from a copy, on the CPU.
+            read: Gives what `part` gives, now or from a copy.
             group: All ranks, with gloo.
             planes: 3, or 1 for masters alone: m and v are zero then.
         """
