@@ -54,7 +54,8 @@ def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
         cut = denser.applied_to(shape)
         cut = replace(cut, windows=max(cut.windows, denser.windows or 1))
         resident = situation.resident if denser.resident is None else denser.resident
-        following = denser.next(cut, replace(situation, resident=resident))
+        mlp_tokens = denser.mlp_tokens or situation.mlp_tokens
+        following = denser.next(cut, replace(situation, resident=resident, mlp_tokens=mlp_tokens))
         if following is None:
             return found
         found.append(following.step_from(denser))
@@ -62,12 +63,15 @@ def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
 
 
 def test_the_rungs_come_in_their_order() -> None:
-    assert rungs(Situation(rows=4, training=True, offload=True, more_windows=True, resident=3)) == [
+    now = Situation(rows=4, tokens=9000, training=True, offload=True, more_windows=True, resident=3, mlps=True)
+    assert rungs(now) == [
         "activations.policy: recompute",
         "batch.chunk_rows: 2",
         "batch.chunk_rows: 1",
         "batch.head_chunk_tokens: 128",
         "batch.head_chunk_tokens: 64",
+        "activations.mlp_chunk_tokens: 2048",
+        "activations.mlp_chunk_tokens: 1024",
         "activations.offload: on",
         "batch.windows: 2",
         "batch.windows: 4",
@@ -78,20 +82,57 @@ def test_the_rungs_come_in_their_order() -> None:
 
 def test_an_evaluation_climbs_only_what_helps_it() -> None:
     shape = StepShape(windows=1, chunk_rows=2, head_tokens=64, segment=1, kept=frozenset({1}))
-    assert rungs(Situation(rows=4, training=False, offload=False, more_windows=False, resident=1), shape) == [
+    now = Situation(rows=4, tokens=5000, training=False, offload=False, more_windows=False, resident=1, mlps=True)
+    assert rungs(now, shape) == [
         "batch.chunk_rows: 1",
+        "activations.mlp_chunk_tokens: 1024",
         "0 units on the device (memory.device_fraction: None)",
     ]
 
 
+LAST = StepShape(windows=1, chunk_rows=1, head_tokens=64, segment=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "planned", "chunks"),
+    [
+        (1 << 18, None, [65536, 32768, 16384, 8192, 4096, 2048, 1024]),
+        (1 << 18, 16384, [8192, 4096, 2048, 1024]),
+        (8192, 16384, [2048, 1024]),  # the planned chunk holds whole rows
+        (8192, 3000, [1500, 1024]),
+        (1500, None, [1024]),
+        (8192, 1024, []),
+        (1024, None, []),
+        (3, None, []),
+    ],
+)
+def test_an_mlp_is_cut_to_a_quarter_of_the_row_and_then_in_halves(
+    tokens: int, planned: int | None, chunks: list[int]
+) -> None:
+    now = Situation(1, tokens, True, False, False, 0, mlps=True, mlp_tokens=planned)
+    assert rungs(now, LAST) == [f"activations.mlp_chunk_tokens: {chunk}" for chunk in chunks]
+    assert rungs(replace(now, mlps=False), LAST) == []
+
+
+def test_what_two_ladders_have_chosen_is_as_dense_as_both() -> None:
+    one = Denser(chunk_rows=2, head_tokens=64, mlp_tokens=2048, windows=2, device_fraction=0.7)
+    other = Denser(recompute=True, chunk_rows=1, head_tokens=128, offload=True, windows=4, resident=0)
+    joined = Denser(True, 1, 64, 2048, True, 4, 0, 0.7)
+    assert one.joined(other) == other.joined(one) == joined
+    assert joined.joined(Denser()) == joined
+
+
 def test_what_was_changed_is_yaml_that_the_config_takes(tmp_path: Path) -> None:
-    denser = Denser(True, 2, 128, True, 4, 3, 0.71)
+    denser = Denser(True, 2, 128, 2048, True, 4, 3, 0.71)
     pasted = YAML(typ="safe").load(denser.yaml)
     assert pasted == denser.settings
     base = {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"dir": "r"}}
     run = load_config({**base, **pasted, "batch": {"tokens_per_step": 8192, **pasted["batch"]}})
     assert (run.batch.windows, run.activations.offload, run.memory.device_fraction) == (4, "on", 0.71)
+    assert run.activations.mlp_chunk_tokens == 2048
     assert Denser.from_dict({**denser.as_dict(), "of a newer version": 1}) == denser
+    of_an_older = {name: value for name, value in denser.as_dict().items() if name != "mlp_tokens"}
+    assert Denser.from_dict(of_an_older) == replace(denser, mlp_tokens=None)
 
 
 # ------------------------------------------------------------------ in the engine

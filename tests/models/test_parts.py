@@ -94,7 +94,8 @@ def test_an_mlp_in_chunks_is_one_operation_of_the_compiled_layer_and_not_compute
     twin.__dict__.update({**vars(block), "_modules": {**block._modules, "mlp": chunks.twin()}})
     state = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
     x = torch.randn(1, TOKENS, WIDTH).requires_grad_()
-    code = LayerCode(block, "block", compiled=True, in_chunks=twin)
+    code = LayerCode(block, "block", compiled=True)
+    code.compute_in_chunks(twin)
     want, _ = gradients(lambda state, x: functional_call(block, state, (x,)), state, x)
     got, held = gradients(lambda state, x: code("attention", state, (x,), {}), state, x)
     assert calls == [False] * 3 + [True] * 3

@@ -170,13 +170,9 @@ def make_shell(
     attention: str | None,
 ) -> Shell:
     """HF's code around the layers. See `HostEngine` and `Shell`."""
-    # What is token-wise also tells which matrices are the MLP's.
-    places = (
-        token_wise(parts.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
-        if mlp_chunk_tokens is not None or keeps_mlps
-        else {}
-    )
-    return Shell(
+    # As it is now: the shell changes the config's implementation for packed rows, and may ask in the middle of a run.
+    attention = attention or parts.config._attn_implementation
+    shell = Shell(
         parts.structure,
         device_buffers,
         run_layer,
@@ -184,9 +180,14 @@ def make_shell(
         compiled,
         budget,
         flex=flex,
-        chunk_tokens=mlp_chunk_tokens,
-        token_wise=places,
+        keeps_mlps=keeps_mlps,
+        token_wise=lambda: token_wise(
+            parts.config, attn_implementation=attention, trust_remote_code=trust_remote_code
+        ),
     )
+    if mlp_chunk_tokens is not None:
+        shell.compute_in_chunks(mlp_chunk_tokens)
+    return shell
 
 
 def pin_planes(store: HostStore, streams: Streams, pin: Literal["auto", "all", "staged"]) -> bool:

@@ -90,11 +90,13 @@ class Climb:
         return {**self.denser.as_dict(), "device_bytes": self.device_bytes}
 
     def restore(self, ladder: dict[str, Any]) -> None:
-        """What the ladder had chosen when a checkpoint was made holds again, unless this device has more memory."""
+        """What the ladder had chosen when a checkpoint was made holds again, unless this device has more memory. What it has
+        chosen since, before the run went back to this checkpoint, stays."""
         denser, then = Denser.from_dict(ladder), ladder.get("device_bytes")
         if self._cut.segment > 1:  # it drops inputs that would wait in host memory
             denser = replace(denser, offload=False)
-        if denser == Denser() or self._flows.route is Route.EATEN or (then or 0) < self.device_bytes:
+        denser = self.denser.joined(denser)
+        if denser == self.denser or self._flows.route is Route.EATEN or (then or 0) < self.device_bytes:
             return
         self._adopt(denser)
         logger.info("as before this checkpoint: %s (the device ran out of memory)", ", ".join(denser.changes))
@@ -127,7 +129,18 @@ class Climb:
         resident = self._resident()
         more_windows = training and self._room_for_windows()
         offload = training and self._room_for_inputs(batch_BT, shape.windows)
-        denser = self.denser.next(shape, Situation(batch_BT[0], training, offload, more_windows, len(resident)))
+        rows, tokens = batch_BT
+        now = Situation(
+            rows=rows,
+            tokens=tokens,
+            training=training,
+            offload=offload,
+            more_windows=more_windows,
+            resident=len(resident),
+            mlps=self._flows.shell.can_chunk_mlps,
+            mlp_tokens=self._flows.shell.chunk_tokens,
+        )
+        denser = self.denser.next(shape, now)
         if denser is None:
             raise PlanRefused(
                 f"{failure}\n  this is the densest setting\n  -> use shorter rows, or a device with more memory"
@@ -150,6 +163,9 @@ class Climb:
         """Go on with what the ladder says; no step is in progress."""
         if denser.offload:
             self._flows.offload_all()
+        shell = self._flows.shell
+        if denser.mlp_tokens is not None and denser.mlp_tokens < (shell.chunk_tokens or math.inf):
+            shell.compute_in_chunks(denser.mlp_tokens)
         windows = max(self._flows.windows, denser.windows or 1)
         leaving = self._resident()[denser.resident :] if denser.resident is not None else []
         self.denser = denser

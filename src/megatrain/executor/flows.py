@@ -68,7 +68,8 @@ class Flows:
         offloaded: Collection[int],
     ):
         self.structure, self.store, self.streams, self.settings = shell.structure, store, streams, settings
-        self._optimizer, self._shell, self._interrupt = optimizer, shell, interrupt
+        self.shell = shell
+        self._optimizer, self._interrupt = optimizer, interrupt
         self.windows = windows
         self._make(offloaded)
 
@@ -101,7 +102,7 @@ class Flows:
         )
         self.inputs = InputStore(self.streams, offloaded)
         flows = (self.streams, self.weights, self.gradients, self.inputs)
-        self.runner = StepRunner(self._shell, *flows, chosen.compiled, self._interrupt)
+        self.runner = StepRunner(self.shell, *flows, chosen.compiled, self._interrupt)
 
     def offload_all(self) -> None:
         """From the next step on the inputs of all layers wait in host memory."""

@@ -116,7 +116,11 @@ def policy_of(flows: Flows, shape: StepShape) -> str:
         f"chunk_rows {shape.chunk_rows}",
         f"head_chunk_tokens {shape.head_tokens}",
     ]
-    extras = {"segment": shape.segment if shape.segment > 1 else 0, "offloaded": len(flows.inputs.layers)}
+    extras = {
+        "mlp_chunk_tokens": flows.shell.chunk_tokens,
+        "segment": shape.segment if shape.segment > 1 else 0,
+        "offloaded": len(flows.inputs.layers),
+    }
     parts += [f"{name} {count}" for name, count in extras.items() if count]
     resident = sum(planes.resident for planes in flows.store.units.values())
     return ", ".join([*parts, f"resident {resident} of {len(flows.store.units)}"])

@@ -5,6 +5,7 @@ Each rung needs less device memory than the one before and computes the same sum
     recompute  activations are computed again instead of kept
     chunks     half as many rows of a layer at a time
     head       half as many tokens whose logits exist at the same time
+    mlp        MLPs of one long row in chunks of tokens: of a quarter of the row, then of half as many tokens
     offload    the inputs of all layers wait in host memory
     windows    twice as many accumulation windows; gradients are summed in fp32 on the host then
     residents  half as many units live on the device
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatrain.executor.settings import Placement
 from megatrain.executor.step import StepShape
 
 DEFAULT_CHUNK_TOKENS, LEAST_HEAD_TOKENS = 16384, 64
+LEAST_MLP_TOKENS = 1024
+"""What one chunk of an MLP takes is nothing beside what the row's hidden states take long before that."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,23 @@ class Situation:
 
     Attributes:
         rows: Of the batch.
+        tokens: Of a row.
         training: False in an evaluation, where nothing is kept, offloaded or accumulated.
         offload: Whether the host has room for the inputs of all layers.
         more_windows: Whether the engine could sum gradients over more windows.
         resident: Units that live on the device.
+        mlps: Whether MLPs can be computed in chunks of tokens.
+        mlp_tokens: Of such a chunk now; None: they are computed whole.
     """
 
     rows: int
+    tokens: int
     training: bool
     offload: bool
     more_windows: bool
     resident: int
+    mlps: bool
+    mlp_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ class Denser:
         recompute: No activations are kept.
         chunk_rows: Bound on the rows of a chunk.
         head_tokens: Bound on the tokens of a token chunk.
+        mlp_tokens: Bound on the tokens of an MLP's chunk.
         offload: All layer inputs wait in host memory.
         windows: At least so many accumulation windows.
         resident: At most so many units live on the device.
@@ -108,6 +118,7 @@ class Denser:
     recompute: bool = False
     chunk_rows: int | None = None
     head_tokens: int | None = None
+    mlp_tokens: int | None = None
     offload: bool = False
     windows: int | None = None
     resident: int | None = None
@@ -137,6 +148,8 @@ class Denser:
             return replace(self, chunk_rows=min(shape.chunk_rows, rows) // 2)
         if shape.head_tokens > LEAST_HEAD_TOKENS:
             return replace(self, head_tokens=max(LEAST_HEAD_TOKENS, shape.head_tokens // 2))
+        if now.mlps and (smaller := _smaller_mlp_chunk(now.tokens, now.mlp_tokens)):
+            return replace(self, mlp_tokens=smaller)
         if now.offload and not self.offload and shape.segment == 1:
             return replace(self, offload=True)
         if now.more_windows and shape.windows < now.rows:
@@ -145,12 +158,26 @@ class Denser:
             return replace(self, resident=now.resident // 2)
         return None
 
+    def joined(self, other: Denser) -> Denser:
+        """As dense as both."""
+        return Denser(
+            recompute=self.recompute or other.recompute,
+            chunk_rows=_least(self.chunk_rows, other.chunk_rows),
+            head_tokens=_least(self.head_tokens, other.head_tokens),
+            mlp_tokens=_least(self.mlp_tokens, other.mlp_tokens),
+            offload=self.offload or other.offload,
+            windows=max(self.windows or 0, other.windows or 0) or None,
+            resident=_least(self.resident, other.resident),
+            device_fraction=_least(self.device_fraction, other.device_fraction),
+        )
+
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """What was changed, as sections and keys of a config."""
         changed: dict[str, dict[str, Any]] = {
             "activations": {
                 "policy": "recompute" if self.recompute else None,
+                "mlp_chunk_tokens": self.mlp_tokens,
                 "offload": "on" if self.offload else None,
             },
             "batch": {
@@ -190,3 +217,23 @@ class Denser:
         """From a checkpoint; names of a newer version are left out."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in plain.items() if name in known})
+
+
+N = TypeVar("N", int, float)
+
+
+def _least(*bounds: N | None) -> N | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _smaller_mlp_chunk(row: int, chunk: int | None) -> int | None:
+    """Tokens of the next smaller chunk of an MLP, None at the end.
+
+    Args:
+        row: Tokens that a layer computes together: those of one row.
+        chunk: Of an MLP's chunk now; None: whole rows.
+    """
+    chunk = min(chunk or row, row)
+    quarter = 1 << (max(4, row) // 4).bit_length() - 1
+    smaller = max(LEAST_MLP_TOKENS, chunk // 2 if chunk < row else quarter)
+    return smaller if smaller < chunk else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,8 +110,12 @@ class Shell:
         budget: Activation memory budget of layers whose activations are kept in part (compiled layers only).
         flex: Use flex attention where the family has it, for packed rows and for rows longer than a layer's window: block
             masks instead of T x T masks.
-        chunk_tokens: Compute MLPs and norms behind the layers in chunks of so many tokens; None: whole.
-        token_wise: Which modules can be, from `token_wise_places`.
+        keeps_mlps: Whether some layers keep the products of their MLP's matrices.
+        token_wise: Which modules can be computed in chunks of tokens, from `token_wise_places`. Called when that matters, once
+            or twice.
+
+    Attributes:
+        chunk_tokens: MLPs and norms behind the layers are computed in chunks of so many tokens; None: whole.
     """
 
     def __init__(
@@ -123,8 +127,8 @@ class Shell:
         compiled: bool = False,
         budget: float = 1.0,
         flex: bool = False,
-        chunk_tokens: int | None = None,
-        token_wise: Mapping[Place, str] | None = None,
+        keeps_mlps: bool = False,
+        token_wise: Callable[[], Mapping[Place, str]] = dict,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())
@@ -155,19 +159,14 @@ class Shell:
         self._fp32_layer_names = [
             {local for local, name in unit.full_names() if name in fp32_names} for unit in structure.layers
         ]
+        self._token_wise = token_wise
+        self.chunk_tokens: int | None = None
         self._chunks: list[TokenChunks] = []
+        self._chunk_codes: dict[tuple[int, str], LayerCode] = {}  # layers of a group share what is compiled
         self._streamed_base, self._layers_in_chunks = self._base, self.layers
-        if chunk_tokens is not None:
-            self._compute_in_chunks(chunk_tokens, token_wise or {}, compiled)
+        places = token_wise() if keeps_mlps else {}
         self._code = [
-            LayerCode(
-                module,
-                f"layer_{i}",
-                compiled,
-                budget,
-                self._layers_in_chunks[self.groups.index(i)],
-                mlp_matrices(module, token_wise or {}),
-            )
+            LayerCode(module, f"layer_{i}", compiled, budget, mlp_matrices(module, places))
             for i, module in enumerate(templates)
         ]
         self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
@@ -176,34 +175,56 @@ class Shell:
         for name, buffer in buffers.items():
             self._place_buffer(name, buffer)
 
-    def _compute_in_chunks(self, tokens: int, places: Mapping[Place, str], compiled: bool) -> None:
-        """Put stand-ins that compute in chunks of tokens in the places of MLPs and of the norms behind the layers."""
-        codes: dict[tuple[int, str], LayerCode] = {}  # layers of a group share what is compiled
+    @functools.cached_property
+    def _paths_in_chunks(self) -> tuple[list[str], list[list[str]]]:
+        """Paths of the modules that can be computed in chunks of tokens: of the base model, and of each layer."""
+        places, prefix = self._token_wise(), self._base_prefix
+        names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
+        of_layers = [
+            modules_in_chunks(layer, places, fp32_names)
+            for layer, fp32_names in zip(self.layers, self._fp32_layer_names, strict=True)
+        ]
+        return modules_in_chunks(self._base, places, names), of_layers
 
-        def chunked(root: nn.Module, fp32_names: Collection[str], group: int | None) -> nn.Module:
-            for path in modules_in_chunks(root, places, fp32_names):
+    @property
+    def can_chunk_mlps(self) -> bool:
+        """Whether an MLP of some layer can be computed in chunks of tokens."""
+        return any(self._paths_in_chunks[1])
+
+    def compute_in_chunks(self, tokens: int) -> None:
+        """From the next call on, compute MLPs and the norms behind the layers, where they compute each token by itself, in
+        chunks of at most `tokens` tokens. No layer is being computed, and no graph of one is waiting."""
+        if self.chunk_tokens is None:
+            self._put_stand_ins(tokens)
+        self.chunk_tokens = tokens
+        for chunks in self._chunks:
+            chunks.tokens = tokens
+        for code in self._chunk_codes.values():
+            code.compute_in_chunks(code.module)
+        for group, code in enumerate(self._code):
+            code.compute_in_chunks(self._layers_in_chunks[self.groups.index(group)])
+
+    def _put_stand_ins(self, tokens: int) -> None:
+        """Make what computes in chunks of tokens, and put it in the places of MLPs and of the norms behind the layers."""
+
+        def chunked(root: nn.Module, paths: Sequence[str], group: int | None) -> nn.Module:
+            for path in paths:
                 module = root.get_submodule(path)
                 code = LayerCode(module, path, compiled=False)
-                if group is not None and compiled:
+                if group is not None and self._code[group].compiled:
                     name = f"layer_{group}_{path.replace('.', '_')}"
-                    code = codes.setdefault((group, path), LayerCode(module, name, compiled))
+                    code = self._chunk_codes.setdefault((group, path), LayerCode(module, name, compiled=True))
                 chunks = TokenChunks(module, functools.partial(_compute_chunk, code), tokens)
                 self._chunks.append(chunks)
                 root = with_submodule(root, path, chunks.twin())
             return root
 
-        prefix = self._base_prefix
-        names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
-        self._streamed_base = chunked(self._base, names, None)
+        of_base, of_layers = self._paths_in_chunks
+        self._streamed_base = chunked(self._base, of_base, None)
         self._layers_in_chunks = [
-            chunked(layer, names, group)
-            for layer, names, group in zip(self.layers, self._fp32_layer_names, self.groups, strict=True)
+            chunked(layer, paths, group)
+            for layer, paths, group in zip(self.layers, of_layers, self.groups, strict=True)
         ]
-
-    @property
-    def modules_in_chunks(self) -> int:
-        """How many modules are computed in chunks of tokens."""
-        return len(self._chunks)
 
     def compiled(self, index: int) -> bool:
         """Whether layer `index` is compiled code, until now."""

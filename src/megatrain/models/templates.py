@@ -114,7 +114,6 @@ class LayerCode:
         name: For the compiler's logs.
         compiled: Compile on first use; if that fails, warn once and go on in eager mode.
         budget: Activation memory budget of the `selective` variant.
-        in_chunks: The same module with an MLP that is computed in chunks of tokens, for the variants that can have one.
         mlp_matrices: Shapes of the MLP's matrices, which the `mlp` variant tells its products by.
     """
 
@@ -124,11 +123,10 @@ class LayerCode:
         name: str,
         compiled: bool,
         budget: float = 1.0,
-        in_chunks: nn.Module | None = None,
         mlp_matrices: frozenset[tuple[int, ...]] = frozenset(),
     ):
         self.module = module
-        self._in_chunks = module if in_chunks is None else in_chunks
+        self._in_chunks = module
         self._mlp_matrices = mlp_matrices
         self._name = name
         self._budget = budget
@@ -165,6 +163,16 @@ class LayerCode:
             logger.debug("the compiler said", exc_info=error)
             self._compiled = None
             return functional_call(module, dict(bound), args, kwargs)
+
+    def compute_in_chunks(self, module: nn.Module) -> None:
+        """From the next call on, compute with this module in the variants that can have an MLP in chunks of tokens.
+
+        What was compiled for them is forgotten: a size of chunks is a constant of the code, and of one code object the compiler
+        makes a handful of versions at most.
+        """
+        self._in_chunks = module
+        if self._compiled is not None:
+            self._compiled = {variant: run for variant, run in self._compiled.items() if variant not in IN_CHUNKS}
 
     def kept_operations(self, variant: Variant) -> Stays:
         """What the layer keeps in a variant that keeps one part of it."""
