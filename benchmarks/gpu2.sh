@@ -31,7 +31,7 @@ layouts() { # rows...: in shared processes; after a crash the rows behind it in 
 
 [ "$device" = cuda ] && nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 [ "$device" = cuda ] && nvidia-smi topo -m | head -4
-layouts fsdp2 tp2 pp2-1f1b
+layouts fsdp2-compiled tp2 pp2-1f1b
 
 # The host engine's losses on one GPU; beside it the tiny run that is killed: neither of the two is about speed.
 echo "=== host and kill ($(date +%T), $(left) s left)"
@@ -43,7 +43,7 @@ timeout -k 5 "$(($(left) < 170 ? $(left) : 170))" $python benchmarks/mesh_layout
   tee "$out/host.log" | stdbuf -oL cut -c1-220
 wait $kill_row || { echo "kill ended with $?"; tail -n 8 "$out/kill.err"; tail -n 15 "$out/kill/killed.log"; } | cut -c1-220
 
-layouts fsdp2-compiled cp2 pp2-zbv
+layouts cp2 pp2-zbv fsdp2
 echo "=== table ($SECONDS s in all)"
 $python benchmarks/mesh_layouts.py --out "$out" --table
 cat "$out/kill.json"
