@@ -7,19 +7,24 @@ H200 at Qwen3-8B's shape and 32 x 1024 tokens (measured / by formula, GiB):
         keep        keep                            4.20 / 4.19
         selective   y + 0.95 budget (keep - y)      2.12 / 2.12 (budget 0.5), 1.38 / 1.37 (0.3), 1.00 / 1.00 (0.2)
         recompute   y                               0.25
-    at the worst moment of the layer's own backward, whatever the policy
+    at the worst moment of the layer's own backward
         1.12 keep + gradients of its weights        5.04 / 5.05 (keep), 5.12 / 5.05 (budget 0.5)
+Computed again, a layer needs no more than `keep` then: its input and output are counted elsewhere, and the products of the MLP
+have made room for their gradients (9.04 / 9.13 in all, three layers of Qwen2.5-7B on one row of 32,768 tokens).
 An eager layer saves 1.7 times as much (7.5 / 4.4). Two more policies hold what their names say and nothing else: `attention` what
 fused attention gave and the logarithms of its sums, `mlp` the results of the products in the layer's token-wise modules.
 
 [Note: one layer of a long row]
 With the MLP in chunks of tokens, nothing of it is there at once but one chunk. The worst moment is then the attention's own
-backward. Beside the gradients of the layer's input and output there are, each as large as hidden states: the gradient behind the
-attention, that of what attention gave, the normed input, and two more because the compiler computes the gradients of both norms'
-weights together, at the end. Then what attention gave; queries, keys and values, their gradients, and the kernel's fp32 sum of
-the queries' gradients. The other candidate is the MLP's backward: normed input, its gradient, the residual, what attention gave,
-and one chunk: everything that the MLP saves, as much again of gradients, and the fp32 sums of its weights' gradients beside their
-bf16 parts.
+backward. Beside the gradients of the layer's input and output there are four tensors as large as hidden states: the gradients
+behind the attention and of what attention gave, and two that wait because the compiler computes the gradients of both norms'
+weights together, at the end. Then what attention gave; queries, keys and values, their gradients; and the kernel's own sums: the
+queries' gradients in fp32 and, where several heads share keys and values, the gradients of these for every head. The other
+candidate is the MLP's backward: normed input, its gradient, the residual, queries, keys and values, what attention gave, and one
+chunk: what the MLP saves and a third more, because gradients take the place of the largest tensor; and the fp32 sums of its weights'
+gradients instead of their bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16,384 tokens, GiB in all:
+    65,536 tokens       recompute 10.15 / 10.28, attention 10.76 / 11.16
+    131,072 tokens      recompute and two inputs offloaded 17.17 / 17.43, attention 18.95 / 19.21
 
 [Note: the device's worst moment]
 All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
@@ -47,9 +52,8 @@ KERNEL_BYTES = 96 << 20
 EAGER_FACTOR = 1.7
 SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
-
-
-MLP_CHUNK_FACTOR = 2.0
+RECOMPUTED_BACKWARD_FACTOR = 1.0
+MLP_CHUNK_FACTOR = 4 / 3
 """Of what an MLP saves: activations and their gradients while one chunk's backward runs."""
 KEPT_SHARE: dict[Policy, float] = {
     "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "attention": 0.0, "mlp": 0.0, "recompute": 0.0
@@ -89,8 +93,9 @@ def working_bytes(shape: ModelShape, step: StepSize, options: Options, choice: C
     See [Note: held and working memory of a layer] and [Note: one layer of a long row].
     """
     tokens = Cut.of(step, choice).chunk_tokens
-    saved = saved_by_layer(shape, step.tokens, options)
-    whole = BACKWARD_FACTOR * saved * tokens
+    again = np.array([policy == "recompute" for policy in choice.policies])
+    factor = np.where(again, RECOMPUTED_BACKWARD_FACTOR, BACKWARD_FACTOR)
+    whole = factor * saved_by_layer(shape, step.tokens, options) * tokens
     if choice.mlp_chunk_tokens is None:
         return whole
     hidden = shape.hidden * options.compute_bytes
@@ -101,9 +106,10 @@ def working_bytes(shape: ModelShape, step: StepSize, options: Options, choice: C
         apart = cost.token_wise_bytes.at(step.tokens) * scale
         qkv = cost.attention_input_bytes.at(step.tokens) * scale
         given = cost.attention_saved_bytes.at(step.tokens) * scale
-        attention = (5 * hidden + 2 * qkv + given + 4 * shape.hidden) * tokens
-        sums = (4 + options.compute_bytes) * cost.token_wise_parameters
-        mlp = (3 * hidden + given) * tokens + MLP_CHUNK_FACTOR * apart * chunk + sums
+        shared = qkv < 2.9 * given  # several heads share keys and values
+        attention = (4 * hidden + 2 * qkv + given + (4 if shared else 2) * given) * tokens
+        sums = (4 - options.compute_bytes) * cost.token_wise_parameters
+        mlp = (3 * hidden + qkv + given) * tokens + MLP_CHUNK_FACTOR * apart * chunk + sums
         worst.append(max(attention, mlp) if apart else np.inf)
     return np.minimum(whole, np.array(worst)[shape.group_index])
 
