@@ -156,6 +156,23 @@ def test_pieces_of_a_long_sample_say_how_much_is_missing() -> None:
     assert [piece.left_out for piece in pieces] == [0, 60, 0]
 
 
+def test_no_character_of_a_long_sample_is_cut_in_two() -> None:
+    """Each of these is three or four tokens of the tiny tokenizer, a byte each."""
+    tokenizer = tiny.make_tokenizer()
+    text = "犬が走る🦊" * 20
+    ids = np.array(tokenizer(text)["input_ids"])
+    assert len(ids) == len(text.encode())
+    for most in range(16, 40):  # an end of four tokens at least holds a character
+        head, gap, tail = pieces_of(tokenizer, ids, np.ones(len(ids), bool), most)
+        assert text.startswith(head.text)
+        assert text.endswith(tail.text)
+        assert 0 <= most - (len(head.text.encode()) + len(tail.text.encode())) <= 6
+        assert gap.left_out == len(ids) - len(head.text.encode()) - len(tail.text.encode())
+    broken = np.array(tokenizer("犬")["input_ids"])[[0] * 40]
+    head, gap, tail = pieces_of(tokenizer, broken, np.ones(40, bool), 20)
+    assert gap.left_out == 20, "what is no text at all is cut where it was asked for"
+
+
 def test_a_terminal_gets_colours_and_a_log_gets_marks() -> None:
     pieces = [Piece("ask", False), Piece("answer", True)]
     assert marked(pieces, colours=False, marks=("<", ">")).plain == "ask<answer>"
