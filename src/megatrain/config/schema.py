@@ -152,7 +152,9 @@ class ValConfig(Section):
 class DataConfig(Section):
     """The samples and how they become rows of tokens."""
 
-    train: Sources = Field(description="a path, or a list of paths or of {path, weight, format, columns}")
+    train: Sources = Field(
+        description="a path, or a list of paths or of {path, weight, format, columns, subset, split}"
+    )
     val: ValConfig | None = Field(
         default=None, description="{fraction: 0.01}, or sources like data.train; null: no validation"
     )
