@@ -118,13 +118,18 @@ def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens:
         return list(_pieces(tokenizer, ids, trained))
     head = max(1, int(most_tokens * _HEAD_SHARE))
     tail = len(ids) - max(1, most_tokens - head)
-    head = _nearest(lambda end: end > 0 and not _text(tokenizer, ids[:end]).endswith(_BROKEN), head, -1)
+    head = _before_character(tokenizer, ids, head) or head
     tail = _nearest(lambda begin: begin < len(ids) and not _text(tokenizer, ids[begin:]).startswith(_BROKEN), tail, 1)
     return [
         *_pieces(tokenizer, ids[:head], trained[:head]),
         Piece("", False, left_out=tail - head),
         *_pieces(tokenizer, ids[tail:], trained[tail:]),
     ]
+
+
+def _before_character(tokenizer: Any, ids: np.ndarray, end: int) -> int:
+    """The end of the whole characters of `ids[:end]`, in tokens; 0 where there are none."""
+    return _nearest(lambda end: end <= 0 or not _text(tokenizer, ids[:end]).endswith(_BROKEN), end, -1)
 
 
 def _nearest(is_whole: Callable[[int], bool], cut: int, direction: int) -> int:
@@ -138,12 +143,16 @@ def _text(tokenizer: Any, ids: np.ndarray) -> str:
 
 def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
     borders = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+    # A character of several tokens, as of a text that begins with one: it stands where its last token does.
+    ends = [*(_before_character(tokenizer, ids, border) for border in borders[1:-1]), len(ids)]
     before = ""
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end, kind in zip([0, *ends], ends, borders, strict=False):
+        if begin >= end:
+            continue
         # Some tokenizers drop the blank in front of what they decode: a run's text is what it adds to the text before it.
         upto = _text(tokenizer, ids[:end])
         own = _text(tokenizer, ids[begin:end])
-        yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[begin]))
+        yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[kind]))
         before = upto
 
 
