@@ -86,6 +86,17 @@ BAD = [
         "a path that is a number", "texts.jsonl", "{path: 7}", "run.yaml:4 data.train.0.path", "should be text, found 7"
     ),
     Bad("an empty path", "path: model", "path: ''", "run.yaml:2 model.path", "should be a text that is not empty"),
+    *(
+        Bad(f"a NUL in {place}", old, new, place, "has a NUL character in it, which no path can have")
+        for old, new, place in [
+            ("dir: run", 'dir: "r\\0n"', "run.yaml:13 run.dir"),
+            ("path: model", 'path: "\\0"', "run.yaml:2 model.path"),
+            ("texts.jsonl", '"a\\0b"', "run.yaml:4 data.train.0.path"),
+            ("max_tokens: 64", 'cache_dir: "a\\0"', "run.yaml:5 data.cache_dir"),
+            ("max_tokens: 64", 'chat_template: "a\\0"', "run.yaml:5 data.chat_template"),
+        ]
+    ),
+    Bad("a NUL in the file", "texts.jsonl", "a\0b", "run.yaml", "is not valid YAML"),
     Bad("no sources", "texts.jsonl", "[]", "run.yaml:4 data.train", "a list with at least one item"),
     Bad("a weight of nothing", "texts.jsonl", "{path: a, weight: 0}", "data.train.0.weight", "greater than 0"),
     Bad("a fraction over 1", "max_tokens: 64", "val: {fraction: 2}", "run.yaml:5 data.val.fraction", "less than 1"),

@@ -145,8 +145,7 @@ def test_pieces_put_together_are_the_text(text: str) -> None:
     trained[len(ids) // 3 : len(ids) // 2] = True
     pieces = pieces_of(tokenizer, ids, trained, 1000)
     assert [piece.trained for piece in pieces] == [False, True, False]
-    if text.isascii():  # a character of several tokens may lie on a border
-        assert "".join(piece.text for piece in pieces) == text
+    assert "".join(piece.text for piece in pieces) == text
 
 
 def test_pieces_of_a_long_sample_say_how_much_is_missing() -> None:
@@ -154,6 +153,36 @@ def test_pieces_of_a_long_sample_say_how_much_is_missing() -> None:
     ids = np.arange(100, 200)
     pieces = pieces_of(tokenizer, ids, np.ones(100, bool), 40)
     assert [piece.left_out for piece in pieces] == [0, 60, 0]
+
+
+def test_a_character_of_several_tokens_stands_where_its_last_one_does() -> None:
+    """The first token of a text is never a target, though it may be a third of a character."""
+    tokenizer = tiny.make_tokenizer()
+    ids = np.array(tokenizer("犬が走る")["input_ids"])
+    place = np.arange(len(ids))
+    assert pieces_of(tokenizer, ids, place > 0, 100) == [Piece("犬が走る", True)]
+    assert pieces_of(tokenizer, ids, (place > 3) & (place < 7), 100) == [
+        Piece("犬", False),
+        Piece("が", True),
+        Piece("走る", False),
+    ]
+
+
+def test_no_character_of_a_long_sample_is_cut_in_two() -> None:
+    """Each of these is three or four tokens of the tiny tokenizer, a byte each."""
+    tokenizer = tiny.make_tokenizer()
+    text = "犬が走る🦊" * 20
+    ids = np.array(tokenizer(text)["input_ids"])
+    assert len(ids) == len(text.encode())
+    for most in range(16, 40):  # an end of four tokens at least holds a character
+        head, gap, tail = pieces_of(tokenizer, ids, np.ones(len(ids), bool), most)
+        assert text.startswith(head.text)
+        assert text.endswith(tail.text)
+        assert 0 <= most - (len(head.text.encode()) + len(tail.text.encode())) <= 6
+        assert gap.left_out == len(ids) - len(head.text.encode()) - len(tail.text.encode())
+    broken = np.array(tokenizer("犬")["input_ids"])[[0] * 40]
+    head, gap, tail = pieces_of(tokenizer, broken, np.ones(40, bool), 20)
+    assert gap.left_out == 20, "what is no text at all is cut where it was asked for"
 
 
 def test_a_terminal_gets_colours_and_a_log_gets_marks() -> None:

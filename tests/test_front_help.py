@@ -37,6 +37,13 @@ def test_the_first_help_lists_every_command_once_in_the_order_of_use(capsys: pyt
         assert f"usage: megatrain {command} " in _shown(capsys, command, "--help")
 
 
+def test_the_bare_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert "  init MODEL DATA" in shown.err
+    assert shown.out == ""
+
+
 def test_the_help_of_a_run_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
     shown = _shown(capsys, "train", "--help")
     found = re.findall(r"^  --([a-z_]+(?:\.[a-z_]+)+) ", shown, flags=re.MULTILINE)

@@ -28,6 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("mesh",),
     ("machine",),
     ("planner",),
+    ("bench",),
 )
 """A package imports from earlier lines only. The modules beside the packages (train, check, cli...) stand above them all."""
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

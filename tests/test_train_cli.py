@@ -472,6 +472,14 @@ def test_a_step_larger_than_the_data_is_said(own_files: Path, capsys: pytest.Cap
     assert "smaller than asked for" in out
 
 
+def test_a_learning_rate_that_must_be_a_slip_is_said(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, is_said in (("5", True), ("0.1", False)):
+        assert main(["check", str(own_files / "run.yaml"), f"--optim.learning_rate={rate}"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("optim.learning_rate: 5 is far above what AdamW usually gets" in out) == is_said
+        assert ("1e-6 to 1e-4 for fine-tuning" in out) == is_said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

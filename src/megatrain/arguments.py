@@ -127,7 +127,12 @@ def _command_of_run(commands: _Commands[_Parser], name: str, what: str, many: st
 def _add_preparing(commands: _Commands[_Parser]) -> None:
     init = _command(commands, "init", "write a commented RUN.yaml for a model and some data, and check it")
     init.add_argument("model", metavar="MODEL", help="Hugging Face model folder, or a hub id in the local cache")
-    init.add_argument("data", metavar="DATA", nargs="+", help="files, folders or globs")
+    init.add_argument(
+        "data",
+        metavar="DATA",
+        nargs="+",
+        help="files, folders, globs, or ids of data sets in the local cache of the hub",
+    )
     init.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="the file to write (default: run.yaml)"
     )
@@ -192,6 +197,8 @@ def _add_trace(commands: _Commands[_Parser]) -> None:
     trace = _command_of_run(
         commands, "trace", "the timeline of some steps, for Chrome or Perfetto; of a run, or of a --shape", many="?"
     )
+    assert trace.usage is not None
+    trace.usage += "\n       megatrain trace --shape SHAPE [OPTION ...]"
     trace.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps in the trace (3)")
     trace.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
     trace.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="the trace (trace.json)")
@@ -281,13 +288,24 @@ def _add_machine(commands: _Commands[_Parser]) -> None:
     bench.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
 
 
-def _add_shape(command: argparse.ArgumentParser, required: bool) -> None:
+SHAPE_ROWS, SHAPE_TOKENS = 8, 1024
+"""Of a step of a shape, where they need not be given."""
+OF_A_SHAPE = ("rows", "tokens", "device", "device_gib", "device_fraction", "host_gib", "machine", "option")
+"""What `_add_shape` adds beside the shape itself. None of it has a default, so that it is seen whether one was given."""
+
+
+def _add_shape(command: argparse._ActionsContainer, required: bool) -> None:
     """The arguments that say which shape runs where."""
-    command.add_argument("--shape", required=required, help="qwen3-0.6b, -4b, -8b, -14b, -17b, ..., or a model folder")
-    for name, default, what in (("--rows", 8, "rows of a step"), ("--tokens", 1024, "tokens of a row")):
-        about = what if required else f"{what} of the shape ({default})"
-        command.add_argument(name, type=_positive, required=required, default=default, metavar="N", help=about)
-    command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    if not required:
+        command = command.add_argument_group("options of a --shape, whose steps have random weights and tokens")
+    command.add_argument("--shape", required=required, help="qwen3-0.6b, -4b, -8b, -14b, ..., tiny, or a model folder")
+    for name, default, what in (
+        ("--rows", SHAPE_ROWS, "rows of a step"),
+        ("--tokens", SHAPE_TOKENS, "tokens of a row"),
+    ):
+        about = what if required else f"{what} ({default})"
+        command.add_argument(name, type=_positive, required=required, metavar="N", help=about)
+    command.add_argument("--device", help="auto, cpu, cuda or cuda:N (auto)")
     command.add_argument("--device-gib", type=float, metavar="X", help="device memory that may be used")
     command.add_argument("--device-fraction", type=float, metavar="X", help="share of it that the plan may fill (0.92)")
     command.add_argument("--host-gib", type=float, metavar="X", help="host memory that may be used")

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HIGH_RATE = 0.1
+"""Learning rates above this are taken for slips. They may be meant (of a toy), so a run with one starts all the same."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -125,6 +128,7 @@ def prepare(
     if run.schedule.steps is None:
         _check_disk(run, model, steps.total, log)
     _warn_of_no_validation(run)
+    _warn_of_high_rate(run)
     return Prepared(
         run=run,
         model_folder=files.folder,
@@ -435,6 +439,16 @@ def _warn_of_no_validation(run: RunConfig) -> None:
     asked = [name for name in ("every_steps", "at_start") if getattr(run.eval, name)]
     if run.data.val is None and asked:
         logger.warning("eval.%s is set, but data.val is not: nothing will be evaluated", asked[0])
+
+
+def _warn_of_high_rate(run: RunConfig) -> None:
+    """AdamW moves a weight by about the learning rate in a step, and weights are mostly smaller than 0.1."""
+    if run.optim.learning_rate > HIGH_RATE:
+        logger.warning(
+            "optim.learning_rate: %g is far above what AdamW usually gets, and will most likely diverge: usual are 1e-6 to 1e-4 "
+            "for fine-tuning, 1e-4 to 1e-3 from random weights",
+            run.optim.learning_rate,
+        )
 
 
 def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.arguments import parser
+from megatrain.arguments import OF_A_SHAPE, SHAPE_ROWS, SHAPE_TOKENS, parser
 from megatrain.errors import MegatrainError, UserError
 from megatrain.stop import INTERRUPTED
 
@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     from megatrain.config.load import load_config, split_overrides
 
+    if not words:
+        parser().print_help(sys.stderr)
+        return UserError.exit_code
     overrides, rest = split_overrides(words)
     arguments, unknown = parser().parse_known_args(rest)
     # tokenizers warns when a process forks after it has used threads; data loading owns the threads here
@@ -76,6 +79,12 @@ def _run(words: list[str]) -> int:
         return 0
     if arguments.config is None:
         raise UserError("trace needs RUN.yaml, or --shape", "trace")
+    if arguments.command == "trace" and (given := [n for n in OF_A_SHAPE if getattr(arguments, n) not in (None, [])]):
+        raise UserError(
+            "is an option of a --shape; of a run, the config says it",
+            f"--{given[0].replace('_', '-')}",
+            "set the key of the config (run.device, batch.tokens_per_step, data.max_tokens, memory.device_gib, ...)",
+        )
     if getattr(arguments, "allow_changes", ()) and arguments.resume is None:
         raise UserError("means nothing without --resume", "--allow-changes", "say where to go on: --resume auto")
     run = load_config(_config_file(arguments.config), [f"{override.flag}={override.text}" for override in overrides])
@@ -219,11 +228,11 @@ def _of_a_shape(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatrain.bench import engine_overrides
 
     return {
-        "rows": arguments.rows,
-        "tokens": arguments.tokens,
+        "rows": arguments.rows or SHAPE_ROWS,
+        "tokens": arguments.tokens or SHAPE_TOKENS,
         "steps": arguments.steps,
         "warmup": arguments.warmup,
-        "device": arguments.device,
+        "device": arguments.device or "auto",
         "device_gib": arguments.device_gib,
         "host_gib": arguments.host_gib,
         "device_fraction": arguments.device_fraction,

@@ -6,7 +6,7 @@ tokens as the model will see them, special ones included: trained ones green on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 TRAINED, MASKED = "bold green", "dim"
 _BAR = 40
 _HEAD_SHARE = 0.75  # of the tokens shown of a long sample; the rest is its end
+_BROKEN = "\ufffd"  # what tokenizers write for bytes that are no whole character
 
 
 @dataclass(frozen=True)
@@ -116,22 +117,42 @@ def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens:
     if len(ids) <= most_tokens:
         return list(_pieces(tokenizer, ids, trained))
     head = max(1, int(most_tokens * _HEAD_SHARE))
-    tail = max(1, most_tokens - head)
+    tail = len(ids) - max(1, most_tokens - head)
+    head = _before_character(tokenizer, ids, head) or head
+    tail = _nearest(lambda begin: begin < len(ids) and not _text(tokenizer, ids[begin:]).startswith(_BROKEN), tail, 1)
     return [
         *_pieces(tokenizer, ids[:head], trained[:head]),
-        Piece("", False, left_out=len(ids) - head - tail),
-        *_pieces(tokenizer, ids[-tail:], trained[-tail:]),
+        Piece("", False, left_out=tail - head),
+        *_pieces(tokenizer, ids[tail:], trained[tail:]),
     ]
+
+
+def _before_character(tokenizer: Any, ids: np.ndarray, end: int) -> int:
+    """The end of the whole characters of `ids[:end]`, in tokens; 0 where there are none."""
+    return _nearest(lambda end: end <= 0 or not _text(tokenizer, ids[:end]).endswith(_BROKEN), end, -1)
+
+
+def _nearest(is_whole: Callable[[int], bool], cut: int, direction: int) -> int:
+    """The first place from `cut` on that is not inside a character, of at most four bytes; `cut` itself where none is."""
+    return next((place for place in range(cut, cut + 4 * direction, direction) if is_whole(place)), cut)
+
+
+def _text(tokenizer: Any, ids: np.ndarray) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
     borders = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+    # A character of several tokens, as of a text that begins with one: it stands where its last token does.
+    ends = [*(_before_character(tokenizer, ids, border) for border in borders[1:-1]), len(ids)]
     before = ""
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end, kind in zip([0, *ends], ends, borders, strict=False):
+        if begin >= end:
+            continue
         # Some tokenizers drop the blank in front of what they decode: a run's text is what it adds to the text before it.
-        upto = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False)
-        own = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=False)
-        yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[begin]))
+        upto = _text(tokenizer, ids[:end])
+        own = _text(tokenizer, ids[begin:end])
+        yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[kind]))
         before = upto
 
 

@@ -91,6 +91,32 @@ def test_prompt_and_completion_are_one_text_of_which_the_end_is_trained(tmp_path
     assert ids[0] == built.tokenizer.bos_token_id
 
 
+def test_prompts_that_are_texts_see_no_template_and_messages_do_and_both_are_said(tmp_path: Path) -> None:
+    messages = {"q": [{"role": "user", "content": "hi"}], "a": [{"role": "assistant", "content": "ho"}]}
+    file = _jsonl(tmp_path / "a.jsonl", [{"q": "hi ", "a": "ho"}, messages, messages])
+    columns = {"prompt": "q", "completion": "a"}
+    built = _Built(tmp_path / "cache")
+    store = built.open(file, columns=columns)
+    texts = [built.tokenizer.decode(_document(store, number)) for number in range(2)]
+    assert texts == ["hi ho<|im_end|>", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"]
+    assert [line.removeprefix(f"{file}: ") for line in built.lines[1:]] == [
+        "1 sample with prompt and completion as texts: joined as they are, without the chat template of tiny "
+        "(columns: {instruction: q, output: a} would use it)",
+        "2 samples with prompt and completion as messages: rendered by the chat template of tiny",
+    ]
+    again = _Built(tmp_path / "cache")
+    again.open(file, columns=columns)
+    assert again.from_cache
+    assert again.lines[1:] == built.lines[1:]
+
+    _jsonl(file, [{"q": "hi ", "a": "ho"}])
+    store = built.open(file, columns={"instruction": "q", "output": "a"})
+    assert built.tokenizer.decode(_document(store, 0)).startswith("<|im_start|>user\nhi"), "as the note said"
+    plain = _Built(tmp_path / "cache", template=None)
+    plain.open(file, columns=columns)
+    assert plain.lines[1].endswith("as texts: joined as they are"), "there is no template to speak of"
+
+
 def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     built = _Built(tmp_path / "cache")
     stream = built.open(_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 6]}, {"input_ids": [7]}]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from families import BY_NAME, batch, build
@@ -21,6 +22,7 @@ from megatrain.optim.adamw import AdamW
 from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
 LLAMA = BY_NAME["llama"]
+SMALL = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 def engine_of(model: torch.nn.Module, **options: Any) -> HostEngine:
@@ -487,6 +489,24 @@ def test_the_loss_of_a_router_is_refused_wherever_the_model_comes_from(tmp_path:
     for given in (model, tmp_path / "folder"):
         with pytest.raises(UserError, match=r"auxiliary loss(.|\n)*output_router_logits"):
             HostEngine(given, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (torch.nn.Linear(2, 2), "expected a causal language model.*type Linear"),
+        (torch.nn.DataParallel(build(LLAMA, seed=0)), "expected a causal language model.*type DataParallel"),
+        (7, "expected a causal language model.*type int"),
+        (build(LLAMA, seed=0).model, "LlamaModel in memory: has no language modelling head"),
+        (transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), "'bert' is an encoder"),
+        (transformers.T5ForConditionalGeneration(transformers.T5Config(**SMALL)), "'t5' is an encoder-decoder model"),
+    ],
+    ids=["linear", "wrapped", "number", "headless", "bert", "t5"],
+)
+def test_what_is_no_causal_language_model_is_refused(model: Any, what: str) -> None:
+    """Each with what was found; the masked model would train to another purpose without a word."""
+    with pytest.raises(UserError, match=what):
+        engine_of(model)
 
 
 def test_a_frozen_layer_is_trained_around() -> None:

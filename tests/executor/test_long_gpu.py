@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from families import BY_NAME, batch, build
-from megatrain.bench import QWEN25_7B
+from megatrain.bench.shapes import QWEN25_7B
 from megatrain.executor.engine import HostEngine
 from megatrain.machine.machine import load_machine
 from megatrain.models.build import load_model_config

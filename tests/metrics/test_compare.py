@@ -70,12 +70,19 @@ def test_tokens_and_hours_are_counted_from_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("nowhere", "does not exist"), ("bare", "holds no metrics.jsonl"), ("empty", "no step yet")]
+    ("name", "says"),
+    [
+        ("nowhere", "does not exist"),
+        ("bare", "holds no metrics.jsonl"),
+        ("empty", "no step yet"),
+        ("run.yaml", "is neither a run's folder nor its metrics.jsonl"),
+    ],
 )
 def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
+    (tmp_path / "run.yaml").write_text("run: {dir: bare}\n")
     assert main(["plot", str(tmp_path / name), "--out", str(tmp_path / "p")]) == 2
     said = capsys.readouterr().err
     assert says in said

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from megatrain.bench import QWEN3
+from megatrain.bench.shapes import QWEN3
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.shape import ModelShape, shape_of
 

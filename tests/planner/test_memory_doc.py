@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from megatrain.bench import QWEN25_7B
+from megatrain.bench.shapes import QWEN25_7B
 from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.memory import device_peak, held_bytes, host_lines, working_bytes
 from megatrain.planner.shape import ModelShape, shape_of

@@ -37,6 +37,12 @@ def _regex(value: str) -> str:
     return value
 
 
+def _path(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("has a NUL character in it, which no path can have")
+    return value
+
+
 def _gib(value: object) -> object:
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
         raise ValueError("should be auto or a positive number of GiB")
@@ -52,6 +58,7 @@ def _pair(value: object) -> object:
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
+PathText = Annotated[str, AfterValidator(_path)]
 GiB = Annotated[Literal["auto"] | float, BeforeValidator(_gib)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
@@ -68,7 +75,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model is trained."""
 
-    path: str = Field(min_length=1, description="Hugging Face model folder, or a hub id that is in the local cache")
+    path: PathText = Field(
+        min_length=1, description="Hugging Face model folder, or a hub id that is in the local cache"
+    )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained",
         description="pretrained: read the folder's weights; random: the model class's own init, from its config alone",
@@ -85,7 +94,7 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """One source of training samples."""
 
-    path: str = Field(
+    path: PathText = Field(
         min_length=1,
         description="file, folder, glob, or the id of a data set in the local cache of the Hugging Face hub",
     )
@@ -143,7 +152,9 @@ class ValConfig(Section):
 class DataConfig(Section):
     """The samples and how they become rows of tokens."""
 
-    train: Sources = Field(description="a path, or a list of paths or of {path, weight, format, columns}")
+    train: Sources = Field(
+        description="a path, or a list of paths or of {path, weight, format, columns, subset, split}"
+    )
     val: ValConfig | None = Field(
         default=None, description="{fraction: 0.01}, or sources like data.train; null: no validation"
     )
@@ -157,13 +168,13 @@ class DataConfig(Section):
     packing: StrictBool = Field(
         default=True, description="put several samples into one row; they do not see each other"
     )
-    chat_template: str | None = Field(
+    chat_template: PathText | None = Field(
         default=None, description="file with a jinja chat template; null: the tokenizer's own"
     )
     allow_rejects: Fraction = Field(
         default=0.01, description="share of samples that may be malformed before it is an error"
     )
-    cache_dir: str | None = Field(
+    cache_dir: PathText | None = Field(
         default=None, description="folder of the tokenised cache; null: the user's cache folder"
     )
 
@@ -455,7 +466,9 @@ class WatchdogConfig(Section):
 class RunSection(Section):
     """Where the run lives and what it runs on."""
 
-    dir: str = Field(min_length=1, description="the run's folder; must be empty or missing unless the run is resumed")
+    dir: PathText = Field(
+        min_length=1, description="the run's folder; must be empty or missing unless the run is resumed"
+    )
     seed: Annotated[Int, Field(ge=0)] = Field(default=0, description="seed of data order, random init and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one")
     threads: PositiveInt | None = Field(

@@ -19,6 +19,7 @@ import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,8 @@ class _SourceBuild:
         self._source, self._files, self._where = source, files, where
         self._rejects = Rejects()
         self._readings: list[str] = []
+        self._prompts: Counter[type[Sample]] = Counter()  # samples of the format prompt_completion
+        self._for_alpaca = ""  # its columns as questions and answers
         self._read_of = [FileProgress(file) for file in files]
         self._next_word = time.monotonic() + PROGRESS_SECONDS
 
@@ -175,7 +178,20 @@ class _SourceBuild:
         samples.close()
 
     def _notes(self) -> list[str]:
-        return self._renderer.take_notes() + self._encoder.take_notes()
+        return self._notes_of_prompts() + self._renderer.take_notes() + self._encoder.take_notes()
+
+    def _notes_of_prompts(self) -> list[str]:
+        """Which of its two meanings `prompt_completion` has here: strings never see a template, messages always do."""
+        notes: list[str] = []
+        if count := self._prompts[PromptSample]:
+            notes.append(f"{counted(count, 'sample')} with prompt and completion as texts: joined as they are")
+            if self._renderer.has_template:
+                notes[0] += f", without {self._renderer.name} (columns: {self._for_alpaca} would use it)"
+        if count := self._prompts[ChatSample]:
+            notes.append(
+                f"{counted(count, 'sample')} with prompt and completion as messages: rendered by {self._renderer.name}"
+            )
+        return notes
 
     # ---- records
 
@@ -216,6 +232,8 @@ class _SourceBuild:
         reading = find_reading(first, format, {} if text else self._source.columns, str(file))
         if reading.describe() not in self._readings:
             self._readings.append(reading.describe())
+        if reading.name == "prompt_completion":
+            self._for_alpaca = f"{{instruction: {reading.columns['prompt']}, output: {reading.columns['completion']}}}"
         return reading
 
     def _read(self, opened: list[_OpenFile]) -> Generator[tuple[int, Record, Sample]]:
@@ -230,6 +248,7 @@ class _SourceBuild:
                     if one.reading is None:
                         raise SampleRejected("unreadable start of the file")
                     sample = TextSample(record.value["text"]) if piece else one.reading.sample(record.value)
+                    self._prompts[type(sample)] += one.reading.name == "prompt_completion"
                 except SampleRejected as problem:
                     self._reject(problem, one.number, record.line)
                     continue

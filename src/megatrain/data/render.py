@@ -74,6 +74,11 @@ class ChatRenderer:
         return [f"{self.name} {what} ({counted(count, 'time')})" for what, count in sorted(happened.items())]
 
     @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered at all."""
+        return self._template is not None or bool(self._tokenizer.chat_template)
+
+    @property
     def source(self) -> str:
         """The template's own text; what a cache must know of it."""
         return repr(self._template if self._template is not None else self._tokenizer.chat_template)
@@ -85,7 +90,7 @@ class ChatRenderer:
             SampleRejected: The template refuses this conversation, or nothing in it is trained.
             UserError: The template cannot be trained with.
         """
-        if self._template is None and not self._tokenizer.chat_template:
+        if not self.has_template:
             raise UserError(
                 f"{getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, and the data is chats",
                 where="data.chat_template",

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatrain.errors import UserError
 
-VERSION = 1
+VERSION = 2
 """Part of every cache key: raise it when the same data would be stored differently."""
 META = "meta.json"
 _COLUMNS: dict[str, type[np.generic]] = {

@@ -27,6 +27,7 @@ from megatrain.models.build import (
     find_model_folder,
     fp32_parameter_names,
     load_model_config,
+    refuse_no_causal_lm,
     refuse_router_loss,
 )
 from megatrain.models.init import initialize
@@ -76,8 +77,8 @@ def take_parts(
         UserError: The model is not usable, or its family is not computed exactly, or a group of `optim` has no parameter.
     """
     in_memory = isinstance(model, nn.Module)
-    source_folder = None if in_memory else find_model_folder(model)
     config = config_of(model, trust_remote_code)
+    source_folder = None if in_memory else find_model_folder(model)
     meta = build_model(model, config, compute, trust_remote_code, attention)
     structure = take_apart(meta)
     if verify == "always" or (verify == "auto" and not in_memory):
@@ -101,8 +102,11 @@ def refuse_unmatched_groups(structure: Structure, optim: AdamW) -> None:
 
 
 def config_of(model: str | Path | nn.Module, trust_remote_code: bool) -> Any:
-    """The config of a model in memory, or of a folder. Errors: see `load_model_config`."""
-    return model.config if isinstance(model, nn.Module) else load_model_config(model, trust_remote_code)
+    """The config of a model in memory, or of a folder. Errors: see `refuse_no_causal_lm` and `load_model_config`."""
+    if isinstance(model, str | Path):
+        return load_model_config(model, trust_remote_code)
+    refuse_no_causal_lm(model)
+    return model.config
 
 
 def build_model(

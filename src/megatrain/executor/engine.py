@@ -10,7 +10,6 @@ parts, flows.py holds the device side, climb.py goes on with less where the devi
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,10 +40,11 @@ from megatrain.executor.results import EvalResult, StepResult
 from megatrain.executor.settings import (
     ComputeDtype,
     Placement,
-    check_choice,
     check_placement,
     check_settings,
+    check_words,
     compute_dtype_of,
+    default_threads,
     device_of,
     head_chunk_tokens_of,
     limit_device,
@@ -146,16 +146,9 @@ class HostEngine(EngineBase):
     ):
         super().__init__(optim, seed)
         self.device = device_of(device)
-        self._interrupt = Interrupt()
-        self._computing = threading.Lock()
-        self._gradient_scale = 1.0
         compute = compute_dtype_of(compute_dtype, self.device)
-        self._loss_scale = LossScale() if compute == torch.float16 else None
         transport = transport_dtype_of(grad_transport, compute)
-        check_choice("pin", pin, ("auto", "all", "staged"))
-        check_choice("init", init, (None, "random", "empty"))
-        check_choice("verify", verify, ("auto", "always", "never"))
-        check_choice("compile", compile, ("auto", "on", "off"))
+        check_words(pin=pin, init=init, verify=verify, compile=compile)
         check_settings(
             self.optim,
             compute,
@@ -171,8 +164,13 @@ class HostEngine(EngineBase):
             },
             threads,
         )
+        self._interrupt = Interrupt()
+        self._computing = threading.Lock()
+        self._gradient_scale = 1.0
+        self._loss_scale = LossScale() if compute == torch.float16 else None
         device_bytes = limit_device(self.device, device_gib)
 
+        # From here on the engine's four parts are made, as docs/design.md lists them: the model taken apart, without weights;
         parts = take_parts(model, compute, self.optim, verify, trust_remote_code, attn_implementation)
         self.source_folder, self.config, self.structure = parts.source_folder, parts.config, parts.structure
         self.buffers = parts.buffers
@@ -180,18 +178,19 @@ class HostEngine(EngineBase):
         self._packing_asks = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
         placement = Placement.of(self.structure, resident, kept, selective, offloaded, keep_attention, keep_mlp)
         check_placement(self.structure, placement, segment or 1, compute, gradient_plane)
+
+        # planes and optimizer;
         grad_dtype = None if not gradient_plane else torch.float32 if windows > 1 else transport
         self.store = make_store(self.structure, placement.resident, compute, grad_dtype, self.device, host_gib)
         fill(parts, self.store, init, seed, self.device)
-
         self._streams = Streams(self.device, disturb)
         self.instruments = Instruments(self._streams, self.store, instruments)
-        # One core stays with the thread that drives the device.
-        threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        self._updater = CpuUpdater(threads, self._streams.spans.add)
+        self._updater = CpuUpdater(threads or default_threads(), self._streams.spans.add)
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
+
+        # flows;
         compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
         shell = make_shell(
@@ -210,6 +209,8 @@ class HostEngine(EngineBase):
         self._flows = Flows(
             self.store, self._streams, self._optimizer, shell, self._interrupt, chosen, windows, placement.offloaded
         )
+
+        # climb and checkpoint desk.
         head_tokens = head_chunk_tokens or head_chunk_tokens_of(self.config.get_text_config().vocab_size, compiled)
         cut = Cut(chunk_rows, head_tokens, segment or 1, placement)
         self._climb = Climb(self._flows, cut, self.config, device_bytes, self._rearrange, self.close)

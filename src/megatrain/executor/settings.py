@@ -90,6 +90,20 @@ def check_settings(
         raise UserError("; ".join(problems), "HostEngine")
 
 
+WORDS: dict[str, tuple[object, ...]] = {
+    "pin": ("auto", "all", "staged"),
+    "init": (None, "random", "empty"),
+    "verify": ("auto", "always", "never"),
+    "compile": ("auto", "on", "off"),
+}
+
+
+def check_words(**given: object) -> None:
+    """Raise a UserError for the first setting that is none of its `WORDS`."""
+    for name, value in given.items():
+        check_choice(name, value, WORDS[name])
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise a UserError where a setting is none of its words."""
     if value not in choices:
@@ -148,6 +162,11 @@ def refuse_if_too_large(
             f"of host memory, {available / 2**30:.2f} GiB are available:\n{lines}\n"
             "  -> use a machine with more memory or a smaller model"
         )
+
+
+def default_threads() -> int:
+    """Threads of AdamW: one core stays with the thread that drives the device."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def head_chunk_tokens_of(vocabulary: int, compiled: bool) -> int:

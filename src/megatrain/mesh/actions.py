@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,42 +136,74 @@ def table_of(schedule: Any, ranks: int) -> list[list[Action]]:
 
 
 def simulate(table: Sequence[Sequence[Action]], costs: Mapping[tuple[Kind, int], float], stages: int) -> float:
-    """The bubble of a table with given costs, where an action starts as soon as its rank and what it needs allow.
+    """The bubble of a table with given costs and free messages.
 
     Args:
         table: Actions of each rank, in order.
         costs: Seconds of each (kind, stage).
         stages: Of the whole pipeline.
     """
-    ends: dict[Action, float] = {}
-    free = [0.0] * len(table)
-    position = [0] * len(table)
+    ends = end_times(table, stages, lambda action: costs[action.kind, action.stage])
+    busy = [sum(costs[a.kind, a.stage] for a in row) for row in table]
+    return bubble(busy, max((row[-1] for row in ends if row), default=0.0))
+
+
+Made = dict[tuple[int, bool, int], tuple[float, int]]
+"""(stage, is a backward, microbatch) -> when it was there, and on which rank."""
+
+
+def end_times(
+    table: Sequence[Sequence[Action]],
+    stages: int,
+    seconds: Callable[[Action], float],
+    *,
+    transfer_s: float = 0.0,
+    not_before: Callable[[int], float] = lambda stage: 0.0,
+) -> list[list[float]]:
+    """When each action of each rank ends, where it starts as soon as its rank and what it needs allow.
+
+    Args:
+        table: Actions of each rank, in order.
+        stages: Of the whole pipeline.
+        seconds: What an action takes.
+        transfer_s: What a message from one rank to another takes.
+        not_before: When a stage's actions may start at the earliest.
+    """
+    made: Made = {}
+    ends: list[list[float]] = [[] for _ in table]
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(table):
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                needed = _needs(action, stages)
-                known = [next((ends[n] for n in either if n in ends), None) for either in needed]
-                if any(end is None for end in known):
+        for rank, (row, done) in enumerate(zip(table, ends, strict=True)):
+            while len(done) < len(row):
+                action = row[len(done)]
+                ready = _ready(action, made, rank, stages, transfer_s)
+                if ready is None:
                     break
-                begin = max([free[rank], *(end for end in known if end is not None)])
-                ends[action] = free[rank] = begin + costs[action.kind, action.stage]
-                position[rank] += 1
+                begin = max(done[-1] if done else 0.0, ready, not_before(action.stage))
+                done.append(begin + seconds(action))
+                if action.kind != "W":
+                    made[action.stage, action.kind != "F", action.microbatch] = done[-1], rank
                 moved = True
-    stuck = [row[at] for row, at in zip(table, position, strict=True) if at < len(row)]
+    stuck = [row[len(done)] for row, done in zip(table, ends, strict=True) if len(done) < len(row)]
     assert not stuck, f"the schedule waits in a circle at {stuck}"
-    busy = [sum(costs[a.kind, a.stage] for a in row) for row in table]
-    return bubble(busy, max(free, default=0.0))
+    return ends
 
 
-def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What must have ended before an action; of each tuple one."""
-    stage, m = action.stage, action.microbatch
+def _ready(action: Action, made: Made, rank: int, stages: int, transfer_s: float) -> float | None:
+    """When all that an action needs is on its rank, None if something was not made yet."""
+    stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
-        return [(Action("F", stage - 1, m),)] if stage > 0 else []
-    if action.kind == "W":
-        return [(Action("I", stage, m),)]
-    own = (Action("F", stage, m),)
-    return [own, (Action("B", stage + 1, m), Action("I", stage + 1, m))] if stage < stages - 1 else [own]
+        needed = [(stage - 1, False, microbatch)] if stage > 0 else []
+    elif action.kind == "W":
+        needed = [(stage, True, microbatch)]
+    else:
+        needed = [(stage, False, microbatch)]
+        needed += [(stage + 1, True, microbatch)] if stage < stages - 1 else []
+    ready = 0.0
+    for one in needed:
+        if one not in made:
+            return None
+        ended, where = made[one]
+        ready = max(ready, ended + (transfer_s if where != rank else 0.0))
+    return ready

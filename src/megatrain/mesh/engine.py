@@ -103,8 +103,8 @@ class MeshEngine(EngineBase):
         """(kind, name): what the engine is doing, for a watchdog."""
         self._stepped = False
         self._compute = compute_dtype
-        self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         config = config_of(model, trust_remote_code)
+        self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
         self._check_model(meta, recompute)

@@ -30,24 +30,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-TOKEN_DIM = 1
+from megatrain.mesh.tokens import TOKEN_DIM, gather_at_entry
 
 
 class MixtureBlock(ParallelStyle):
     """On the block of router and experts: tokens (B, S, D) are gathered at its entry, partial sums scattered at its exit."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden_BSD = args[0] if args else kwargs["hidden_states"]
-            split = DTensor.from_local(hidden_BSD, device_mesh, [Shard(TOKEN_DIM)], run_check=False)
-            whole_BLD = split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            return ((whole_BLD, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole_BLD})
-
         def scatter(block: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             partial_BLD = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             return partial_BLD.redistribute(placements=[Shard(TOKEN_DIM)]).to_local()
 
-        module.register_forward_pre_hook(gather, with_kwargs=True)
+        gather_at_entry(module, device_mesh, lambda whole_BLD: whole_BLD.to_local(grad_placements=[Partial()]))
         module.register_forward_hook(scatter)
         return module
 

@@ -45,9 +45,9 @@ from megatrain.loss import IGNORED
 from megatrain.mesh.experts import MixtureBlock, OwnExperts, Router
 from megatrain.mesh.layout import whole_attention
 from megatrain.mesh.stage import Stage
+from megatrain.mesh.tokens import TOKEN_DIM, gather_at_entry
 from megatrain.models.structure import Structure
 
-TOKEN_DIM = 1
 HEAD_DIM = 2
 """Of queries and keys (B, L, heads, E) before they are transposed, where families norm them."""
 
@@ -56,14 +56,7 @@ class GatherTokens(ParallelStyle):
     """On a block whose projections are column-wise: its first argument (B, S, D) becomes a replicated DTensor (B, L, D)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            split = DTensor.from_local(hidden, device_mesh, [Shard(TOKEN_DIM)], run_check=False)
-            whole = split.redistribute(placements=[Replicate()])
-            return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
-
-        module.register_forward_pre_hook(gather, with_kwargs=True)
-        return module
+        return gather_at_entry(module, device_mesh)
 
 
 class Whole(ParallelStyle):

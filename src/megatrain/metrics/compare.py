@@ -85,6 +85,10 @@ def read_run(path: Path) -> RunHistory:
     if not file.is_file():
         what = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
         raise UserError(what, str(path), "give the folder of a run (run.dir)")
+    if file.suffix != ".jsonl":
+        raise UserError(
+            "is neither a run's folder nor its metrics.jsonl", str(path), "give the folder of a run (run.dir)"
+        )
     records = read_records(file)
     if not records:
         raise UserError("holds no step yet", str(file), "wait for the run's first step")

@@ -33,6 +33,8 @@ from megatrain.errors import UserError
 IGNORE_IS_DECODER = frozenset({"gpt_neox", "gpt_neox_japanese"})
 """Decoder-only families whose config carries an `is_decoder: false` that their code never reads."""
 
+_DECODERS_ONLY = "only decoder-only language models can be trained"
+
 
 def find_model_folder(path: str | Path) -> Path:
     """The local folder behind a folder path, or behind a hub id that is in the local cache.
@@ -133,6 +135,20 @@ def build_meta_model(
     _settle_parameters(model, compute_dtype)
     _make_buffers(model, compute_dtype)
     return model
+
+
+def refuse_no_causal_lm(model: object) -> None:
+    """Raise a UserError for a model in memory that is no causal language model of transformers."""
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"expected a causal language model of transformers, found an object of type {kind}",
+            remedy="give a model folder, or what AutoModelForCausalLM returns, without a wrapper around it",
+        )
+    what = f"the {kind} in memory"
+    if model.get_output_embeddings() is None:
+        raise UserError("has no language modelling head", what, "build it with AutoModelForCausalLM")
+    _refuse_encoder(model.config, what)
 
 
 def refuse_router_loss(config: PreTrainedConfig, where: str) -> None:
@@ -364,15 +380,18 @@ def _refuse_quantized(config: PreTrainedConfig, where: str) -> None:
 
 
 def _refuse_non_decoder(config: PreTrainedConfig, where: str, trust_remote_code: bool) -> None:
-    kind = config.model_type
-    remedy = "only decoder-only language models can be trained"
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"'{kind}' is an encoder-decoder model", where, remedy)
+    _refuse_encoder(config, where)
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
-        raise UserError(f"'{kind}' has no causal language model in transformers", where, remedy)
+        raise UserError(f"'{config.model_type}' has no causal language model in transformers", where, _DECODERS_ONLY)
+
+
+def _refuse_encoder(config: PreTrainedConfig, where: str) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"'{kind}' is an encoder-decoder model", where, _DECODERS_ONLY)
     if getattr(config, "is_decoder", None) is False and kind not in IGNORE_IS_DECODER:
-        raise UserError(f"'{kind}' is an encoder (is_decoder is false)", where, remedy)
+        raise UserError(f"'{kind}' is an encoder (is_decoder is false)", where, _DECODERS_ONLY)
 
 
 def _near(name: str, candidates: list[str]) -> list[str]:

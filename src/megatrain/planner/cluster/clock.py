@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatrain.mesh.actions import Action, bubble, one_forward_one_backward, table_of
+from megatrain.mesh.actions import Action, bubble, end_times, one_forward_one_backward, table_of
 from megatrain.mesh.schedule import CLASSES
 
 Table = tuple[tuple[Action, ...], ...]
@@ -128,45 +128,28 @@ def play(table: Table, stages: Sequence[StageSeconds], transfer_s: float = 0.0) 
         stages: By stage.
         transfer_s: Of one microbatch's hidden states from one rank to another.
     """
-    holder = {action.stage: rank for rank, row in enumerate(table) for action in row}
-    done: dict[tuple[int, bool, int], float] = {}  # (stage, is a backward, microbatch) -> when
-    clock, reduced, busy = [0.0] * len(table), [0.0] * len(table), [0.0] * len(table)
-    last = [{action.stage: number for number, action in enumerate(row)} for row in table]
-    position = [0] * len(table)
-    moving = True
-    while moving:
-        moving = False
-        for rank, row in enumerate(table):
-            while position[rank] < len(row):
-                number, action = position[rank], row[position[rank]]
-                ready = _ready(action, done, holder, len(stages), transfer_s)
-                if ready is None:
-                    break
-                stage = stages[action.stage]
-                seconds = stage.of(action)
-                clock[rank] = max(clock[rank], ready, stage.gathered_at) + seconds
-                busy[rank] += seconds
-                if action.kind != "W":
-                    done[action.stage, action.kind != "F", action.microbatch] = clock[rank]
-                if last[rank][action.stage] == number:
-                    reduced[rank] = max(reduced[rank], clock[rank]) + stage.reduce
-                position[rank] += 1
-                moving = True
-    assert all(at == len(row) for at, row in zip(position, table, strict=True)), "the table waits for itself"
-    return Played(max(reduced), max(clock), tuple(busy))
+    ends = end_times(
+        table,
+        len(stages),
+        lambda action: stages[action.stage].of(action),
+        transfer_s=transfer_s,
+        not_before=lambda stage: stages[stage].gathered_at,
+    )
+    reduced = [_reduced(row, done, stages) for row, done in zip(table, ends, strict=True)]
+    busy = tuple(sum(stages[action.stage].of(action) for action in row) for row in table)
+    return Played(max(reduced), max((done[-1] for done in ends if done), default=0.0), busy)
 
 
-def _ready(
-    action: Action, done: dict[tuple[int, bool, int], float], holder: dict[int, int], stages: int, transfer_s: float
-) -> float | None:
-    """When what the action needs of another stage is there, None if nobody has made it yet."""
-    before = action.stage - 1 if action.kind == "F" else action.stage + 1
-    if action.kind == "W" or not 0 <= before < stages:
-        return 0.0
-    made = done.get((before, action.kind != "F", action.microbatch))
-    if made is None:
-        return None
-    return made + (transfer_s if holder[before] != holder[action.stage] else 0.0)
+def _reduced(row: Sequence[Action], ends: Sequence[float], stages: Sequence[StageSeconds]) -> float:
+    """When a rank's gradients are reduced: those of each stage behind its last action, one stage after the other."""
+    last: dict[int, float] = {}
+    for action, end in zip(row, ends, strict=True):
+        last.pop(action.stage, None)  # so that the stages stand in the order in which they end
+        last[action.stage] = end
+    reduced = 0.0
+    for stage, end in last.items():
+        reduced = max(reduced, end) + stages[stage].reduce
+    return reduced
 
 
 def most_in_flight(actions: Sequence[Action], nbytes: Sequence[float]) -> float:
