@@ -181,9 +181,7 @@ def make_shell(
         budget,
         flex=flex,
         keeps_mlps=keeps_mlps,
-        token_wise=lambda: token_wise(
-            parts.config, attn_implementation=attention, trust_remote_code=trust_remote_code
-        ),
+        token_wise=lambda: token_wise(parts.config, attn_implementation=attention, trust_remote_code=trust_remote_code),
     )
     if mlp_chunk_tokens is not None:
         shell.compute_in_chunks(mlp_chunk_tokens)
