@@ -17,7 +17,7 @@ from megatrain.errors import HostMemoryLow, PlanRefused
 from megatrain.executor import assembly, ladder
 from megatrain.executor.engine import HostEngine
 from megatrain.executor.ladder import Denser, Situation
-from megatrain.executor.step import StepShape
+from megatrain.executor.shape import StepShape
 from megatrain.optim.adamw import AdamW
 from oom import Allocations
 
