@@ -14,9 +14,10 @@ from ruamel.yaml import YAML
 from families import BY_NAME, batch, build
 from megatrain.config.load import load_config
 from megatrain.errors import HostMemoryLow, PlanRefused
+from megatrain.executor import assembly, ladder
 from megatrain.executor.engine import HostEngine
 from megatrain.executor.ladder import Denser, Situation
-from megatrain.executor.step import StepShape
+from megatrain.executor.shape import StepShape
 from megatrain.optim.adamw import AdamW
 from oom import Allocations
 
@@ -183,6 +184,65 @@ def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch:
         assert engine.store.grad_dtype == torch.float32
 
 
+LONG: dict[str, Any] = {"chunk_rows": 1, "head_chunk_tokens": 64}
+"""What is left to cut of a step whose rows and logits are cut already."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16 tokens are long enough for chunks."""
+    monkeypatch.setattr(ladder, "LEAST_MLP_TOKENS", 2)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("options", "chunk", "rungs"),
+    [
+        ({}, 4, ("activations.mlp_chunk_tokens: 4",)),
+        ({}, 2, ("activations.mlp_chunk_tokens: 2",)),
+        ({"mlp_chunk_tokens": 7, "segment": 2}, 3, ("activations.mlp_chunk_tokens: 3",)),
+        ({"kept": "all"}, 4, ("activations.policy: recompute", "activations.mlp_chunk_tokens: 4")),
+    ],
+    ids=str,
+)
+def test_a_long_row_goes_on_with_mlps_in_chunks_as_if_planned_so(
+    options: dict[str, Any], chunk: int, rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From whole MLPs, and from larger chunks; in training and in evaluation."""
+    with engine_of(**LONG, mlp_chunk_tokens=chunk, segment=options.get("segment")) as planned:
+        want, evaluated = trained(planned, 2), planned.eval_step(rows_of(9))
+    with engine_of(**LONG, **options) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._flows.shell.chunk_tokens == chunk)
+        assert_same(trained(engine, 2), want)
+        assert engine.eval_step(rows_of(9)) == evaluated
+        assert engine._climb.denser.changes == rungs
+        record = engine.train_step(rows_of(2)).pipeline
+    assert record is not None
+    assert f"mlp_chunk_tokens {chunk}" in record.policy
+    with engine_of(**LONG) as whole:
+        assert trained(whole, 2)[1].keys() == want[1].keys()
+        assert any(not torch.equal(weight, want[1][name]) for name, weight in whole.named_parameters())
+
+
+@pytest.mark.usefixtures("short")
+def test_an_evaluation_of_a_long_row_goes_on_with_mlps_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(**LONG, mlp_chunk_tokens=4) as planned:
+        evaluated, want = planned.eval_step(rows_of(9)), trained(planned, 1)
+    with engine_of(**LONG) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._flows.shell.chunk_tokens == 4)
+        assert engine.eval_step(rows_of(9)) == evaluated
+        assert_same(trained(engine, 1), want)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_family_without_an_mlp_of_its_own_has_no_such_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "token_wise", lambda *_, **__: {})
+    with engine_of(**LONG) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._climb.denser.offload)
+        trained(engine, 1)
+        assert engine._climb.denser == Denser(offload=True)
+
+
 def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     options = {"chunk_rows": 1, "head_chunk_tokens": 64, "offloaded": "all", "windows": 4}
     with engine_of(**options) as streamed:
@@ -237,6 +297,33 @@ def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.Monkey
         larger._climb.device_bytes = 1 << 40
         larger.load(tmp_path / "one")
         assert larger._climb.denser == Denser()
+
+
+@pytest.mark.usefixtures("short")
+def test_a_resumed_run_goes_on_with_mlps_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(**LONG) as engine:
+        with monkeypatch.context() as patch:
+            failing_until(engine, patch, lambda: engine._flows.shell.chunk_tokens == 4)
+            trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**LONG) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._climb.denser == Denser(mlp_tokens=4)
+        assert_same(trained(resumed, 2, first=1), want)
+    with engine_of(**LONG, mlp_chunk_tokens=2) as smaller:
+        smaller.load(tmp_path / "one")
+        assert smaller._flows.shell.chunk_tokens == 2
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_stays_as_dense_as_it_was(tmp_path: Path) -> None:
+    with engine_of(chunk_rows=4) as engine:
+        engine._climb._adopt(Denser(chunk_rows=2))
+        trained(engine, 1)
+        engine.save(tmp_path / "one")
+        engine._climb._adopt(Denser(chunk_rows=1, offload=True))
+        engine.load(tmp_path / "one")
+        assert engine._climb.denser == Denser(chunk_rows=1, offload=True)
 
 
 def test_a_resumed_run_that_keeps_fewer_inputs_offloads_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import masking_utils
+from transformers.integrations import flex_attention
 
-from megatrain.executor.rows import PROBE_ROWS, RowAxis, chunks_of, cut, row_axis, shapes_of
+from families import BY_NAME, Family, batch, build
+from megatrain.executor.engine import HostEngine
+from megatrain.executor.rows import PROBE_ROWS, UNSEEN, RowAxis, RowChunks, chunks_of, cut, row_axis, shapes_of
 
 
 @given(st.integers(1, 200), st.integers(1, 250))
@@ -30,10 +35,10 @@ def test_the_row_axis_is_the_dimension_that_grows(before: list[int], after: list
     assert row_axis(small, small) is None
 
 
-def test_what_is_no_tensor_or_has_another_rank_has_no_row_axis() -> None:
-    assert row_axis(None, (2, 3)) is None
-    assert row_axis((2, 3), None) is None
-    assert row_axis((2, 3), (3, 3, 1)) is None
+def test_of_what_is_no_tensor_or_has_another_rank_nothing_is_known() -> None:
+    assert row_axis(None, (2, 3)) is UNSEEN
+    assert row_axis((2, 3), None) is UNSEEN
+    assert row_axis((2, 3), (3, 3, 1)) is UNSEEN
     assert shapes_of([torch.zeros(2, 3), None, "text", 5]) == [(2, 3), None, None, None]
 
 
@@ -65,6 +70,105 @@ def test_a_mask_of_one_row_for_all_is_not_cut() -> None:
 def test_a_mask_that_only_this_batch_has_is_cut_along_its_first_dimension() -> None:
     mask = torch.arange(6 * 25).view(6, 1, 5, 5)
     assert torch.equal(cut(mask, None, slice(2, 4), 6), mask[2:4])
+
+
+def test_a_mask_that_was_no_tensor_in_the_probe_is_cut_along_its_rows() -> None:
+    """A padding mask is none while no row of the probe is padded."""
+    padding_BT, scale = torch.arange(6 * 5).view(6, 5), torch.zeros(6)
+    assert torch.equal(cut(padding_BT, UNSEEN, slice(2, 4), 6), padding_BT[2:4])
+    for leaf in (padding_BT[:1], padding_BT[:5], scale, torch.tensor(1.0), None, "sdpa"):
+        assert cut(leaf, UNSEEN, slice(2, 4), 6) is leaf
+
+
+def test_an_argument_with_other_entries_per_row_than_in_the_probe_is_not_taken_for_shared() -> None:
+    router_NE = torch.zeros(6 * 7, 4)
+    with pytest.raises(AssertionError):
+        cut(router_NE, RowAxis(0, 5), slice(2, 4), 6)
+
+
+def test_outputs_that_came_with_this_batch_only_are_joined() -> None:
+    chunks = RowChunks()
+    outputs: list[list[Any]] = []
+
+    def probe(rows: int) -> None:
+        chunks.begin(("plain",), rows, rows)
+        chunks.saw([torch.zeros(rows, 5), None], [torch.zeros(rows, 5), None, torch.zeros(3)])
+
+    chunks.learn(("plain",), probe)
+    assert chunks.knows(("plain",)) and not chunks.knows(("packed",))
+    chunks.begin(("plain",), 4, 2)
+    whole, mask, shared = torch.arange(20).view(4, 5), torch.arange(28).view(4, 7), torch.arange(3)
+    for rows in chunks.chunks:
+        part = chunks.cut_inputs(0, [whole, mask], rows)
+        outputs.append([*part, shared])
+    joined = chunks.join_outputs(0, outputs)
+    assert all(map(torch.equal, joined, [whole, mask, shared]))
+    assert chunks.join_outputs(0, [[whole, None, shared], [whole, None, shared]])[1] is None
+
+
+# ------------------------------------------------------------------ in the engine
+
+TURNS = ("llama", "gemma2", "bloom", "qwen3_moe", "qwen3_next", "gemma3n_text")
+"""Full and sliding windows, slopes folded into the rows, experts, linear attention, what HF computes between the layers."""
+
+
+def engine_of(family: Family) -> HostEngine:
+    return HostEngine(
+        build(family, seed=0),
+        device="cpu",
+        compute_dtype="fp32",
+        threads=1,
+        verify="never",
+        chunk_rows=2,
+        compile="off",
+    )
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_rows_of_other_lengths_in_turn_are_cut_as_if_they_came_first(name: str) -> None:
+    """Shorter and longer than the tiny windows, packed and not, trained and evaluated, by one engine."""
+    family = BY_NAME[name]
+    kinds: list[Any] = ["plain", "masked", *(["packed"] if family.packable else [])]
+    data = [batch(family, seed=1, rows=4, tokens=tokens, kind=kind) for kind in kinds for tokens in (24, 8, 40)]
+    with engine_of(family) as engine:
+        for rows in (*data, *data[:2]):
+            evaluated = engine.eval_step(rows)
+            loss = engine.backward(rows).loss
+            got = {parameter: gradient.clone() for parameter, gradient in engine.named_gradients()}
+            with engine_of(family) as fresh:
+                assert fresh.backward(rows).loss == loss
+                assert all(torch.equal(got[parameter], gradient) for parameter, gradient in fresh.named_gradients())
+                assert fresh.eval_step(rows) == evaluated
+
+
+@pytest.fixture
+def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face compiles flex attention and its masks, which takes a minute on a CPU."""
+
+    def uncompiled(*args: Any, training: bool = False, **kwargs: Any) -> Any:
+        return flex_attention.flex_attention(*args, **kwargs)
+
+    def mask_uncompiled(*args: Any, _compile: bool = True, **kwargs: Any) -> Any:
+        return create_block_mask(*args, **kwargs)
+
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", uncompiled)
+    monkeypatch.setattr(masking_utils, "create_block_mask", mask_uncompiled)
+
+
+@pytest.mark.usefixtures("flex_uncompiled")
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
+def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first(name: str) -> None:
+    """Packed rows, and rows longer than a window, take flex attention, whose masks are no tensors; others have none."""
+    family = replace(BY_NAME[name], overrides={**BY_NAME[name].overrides, "sliding_window": 16})
+    data = [batch(family, seed=1, rows=4, tokens=t, kind=kind) for kind in ("plain", "packed") for t in (8, 40, 24)]
+    seen = []
+    with engine_of(family) as plain, engine_of(family) as engine:
+        shell = engine._flows.shell
+        shell._masked_attention = "flex_attention"  # as on a GPU
+        for rows in (*data, *data):
+            assert engine.eval_step(rows).loss_sum == pytest.approx(plain.eval_step(rows).loss_sum, rel=1e-5)
+            seen.append(shell.attention)
+    assert set(seen) == {"sdpa", "flex_attention"}
 
 
 def test_a_block_mask_is_cut_with_its_function() -> None:

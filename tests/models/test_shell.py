@@ -11,8 +11,10 @@ from torch.func import functional_call
 
 from families import BY_NAME, CORE, Family, batch, build
 from megatrain.errors import UserError
+from megatrain.executor.gate import token_wise
 from megatrain.models.shell import Shell, StreamedLayer
 from megatrain.models.structure import take_apart
+from megatrain.models.tokenwise import TokenChunks
 
 SCALED = (
     "gemma2 gemma gemma3n_text granite cohere cohere2 falcon_h1 recurrent_gemma hyperclovax minicpm3 afmoe nanochat"
@@ -221,3 +223,30 @@ def test_rows_longer_than_a_layer_s_window_take_flex_attention(name: str, window
     for tokens, wanted in ((7, "sdpa"), (1 << 18, "sdpa" if window is None else "flex_attention")):
         world.shell.choose_attention(packed=False, tokens=tokens)
         assert world.model.config._attn_implementation == wanted
+
+
+def test_compiled_layers_are_compiled_again_for_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiler's front half, as often as chunks get smaller: it gives up after a few versions of one code object."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, dynamic: compile(f, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+    )
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    torch._dynamo.reset()
+    family = BY_NAME["llama"]
+    model = build(family, seed=0)
+    places = token_wise(model.config)
+    world = World(model, compiled=True, token_wise=lambda: places)
+    sizes: list[int] = []
+    real = TokenChunks.parts
+    monkeypatch.setattr(TokenChunks, "parts", lambda chunks, count: sizes.append(chunks.tokens) or real(chunks, count))
+    inputs, layers = inputs_of(family), len(world.structure.layers)
+    want = world.plain(inputs)
+    assert world.shell.can_chunk_mlps
+    for chunk, rows in ((None, 0), (20, 1), (10, 1), (5, 1)):  # 2 rows of 20 tokens
+        if chunk is not None:
+            world.shell.compute_in_chunks(chunk)
+        torch.testing.assert_close(world.logits(inputs), want, rtol=1e-4, atol=1e-4)
+        assert sizes == [chunk] * rows * (layers + 1), "each MLP, and the norm behind the layers"
+        assert world.shell.compiled(0)
+        sizes.clear()

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 
@@ -26,7 +27,7 @@ class Branch(NamedTuple):
 Form = Branch | pytree.TreeSpec | None
 """How a value is put together again from its leaves; None is a leaf itself."""
 
-_LEAVES = frozenset((torch.Tensor, type(None), bool, int, float, str))
+_LEAVES = frozenset((torch.Tensor, BlockMask, type(None), bool, int, float, str))
 
 
 def take_apart(value: Any, leaves: list[Any]) -> Form:

@@ -18,7 +18,7 @@ from megatrain.errors import PlanRefused
 from megatrain.executor.flows import Flows
 from megatrain.executor.gradients import Route
 from megatrain.executor.ladder import Cut, Denser, Failure, Situation
-from megatrain.executor.step import StepShape
+from megatrain.executor.shape import StepShape
 from megatrain.host.available import available_host_bytes
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,8 @@ from megatrain.executor.settings import (
     limit_device,
     transport_dtype_of,
 )
-from megatrain.executor.step import Batch, Interrupt, StepShape
+from megatrain.executor.shape import StepShape
+from megatrain.executor.step import Batch, Interrupt
 from megatrain.metrics.spans import Span
 from megatrain.models.build import refuse_other_config
 from megatrain.models.structure import attention_shape

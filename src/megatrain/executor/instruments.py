@@ -16,7 +16,7 @@ import torch
 from megatrain.device.gpu_meter import GpuMeter
 from megatrain.device.streams import Streams
 from megatrain.executor.flows import Flows
-from megatrain.executor.step import StepShape
+from megatrain.executor.shape import StepShape
 from megatrain.host.store import HostStore
 from megatrain.metrics.pipeline import PipelineRecord, pipeline_of
 from megatrain.metrics.spans import Span

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from megatrain.executor.settings import Placement
-from megatrain.executor.step import StepShape
+from megatrain.executor.shape import StepShape
 
 DEFAULT_CHUNK_TOKENS, LEAST_HEAD_TOKENS = 16384, 64
 LEAST_MLP_TOKENS = 1024

@@ -24,8 +24,9 @@ from megatrain.device.streams import Streams, Timestamp
 from megatrain.executor import randomness
 from megatrain.executor.arguments import Arguments, Form, put_together, take_apart
 from megatrain.executor.gradients import GradientFlow
-from megatrain.executor.rows import PROBE_ROWS, CallAxes, Shape, chunks_of, cut, row_axis, shapes_of
+from megatrain.executor.rows import RowChunks, chunks_of
 from megatrain.executor.saved import MovingTensors, entrance
+from megatrain.executor.shape import StepShape
 from megatrain.executor.tape import ChunkGraph, LayerCall, Tape
 from megatrain.executor.visits import forward_visits, training_visits
 from megatrain.executor.weights import WeightStream
@@ -38,38 +39,6 @@ Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
 
 MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask")
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """How a step is cut.
-
-    Attributes:
-        windows: Accumulation windows.
-        chunk_rows: Rows that a layer computes together.
-        head_tokens: Target tokens whose logits exist at the same time.
-        segment: 1 keeps every layer's input, K keeps every K-th and computes a layer a third time.
-        kept: Layers whose activations are kept.
-        selective: Layers whose activations are kept in part.
-        attention: Layers that keep what their attention gave, and recompute all else.
-        mlp: Layers that keep the products of their MLP's matrices, and recompute all else. All others are recomputed.
-    """
-
-    windows: int
-    chunk_rows: int
-    head_tokens: int
-    segment: int
-    kept: frozenset[int] = frozenset()
-    selective: frozenset[int] = frozenset()
-    attention: frozenset[int] = frozenset()
-    mlp: frozenset[int] = frozenset()
-
-    def variants(self) -> dict[int, Variant]:
-        """Variant of each layer that is not recomputed from its input alone."""
-        sets: dict[Variant, frozenset[int]] = {
-            "attention": self.attention, "mlp": self.mlp, "selective": self.selective, "keep": self.kept
-        }  # fmt: skip
-        return {layer: variant for variant, layers in sets.items() for layer in layers}
 
 
 @dataclass
@@ -127,12 +96,9 @@ class StepRunner:
         self._units = shell.structure.layers
         # What `run_layer` works on while HF's loop is running.
         self._tape: Tape | None = None
-        self._chunks: list[slice] = []
+        self._rows = RowChunks()
         self._variants: dict[int, Variant] = {}
-        self._probe: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
         self._leaf_cache: dict[tuple[str, int, bool], Leaves] = {}
-        self._axes: dict[tuple[str, ...], list[CallAxes]] = {}
-        self._call_axes: list[CallAxes] | None = None
         self.marks: list[tuple[str, Timestamp]] = []
 
     # ---------------------------------------------------------------- the step
@@ -203,7 +169,8 @@ class StepRunner:
 
     def abandon(self) -> None:
         """After an error in the middle of a step: nothing of the step is kept, the next one can start."""
-        self._tape, self._probe, self._call_axes, self._chunks, self.marks = None, None, None, [], []
+        self._tape, self.marks = None, []
+        self._rows.abandon()
         self._streams.synchronize()
         self._weights.abandon()
         self._gradients.abandon()
@@ -217,8 +184,7 @@ class StepRunner:
     ) -> torch.Tensor:
         """HF's own base model; its loop calls `run_layer` for each layer. Returns hidden states (B, T, D)."""
         self._tape = tape
-        self._chunks = chunks_of(len(inputs["input_ids"]), chunk_rows)
-        self._call_axes = self._axes.get(tuple(inputs)) if len(self._chunks) > 1 else None
+        self._rows.begin(self._kind_of(inputs), len(inputs["input_ids"]), chunk_rows)
         hidden_BTD = self.shell.hidden_states(edges.all(), inputs)
         self._tape = None
         if tape is not None and segment > 1:
@@ -236,10 +202,9 @@ class StepRunner:
             else:
                 if call is not None and index in self._variants:  # see [Note: one part kept]
                     stays = self.shell.kept_operations(index, self._variants[index])
-                    call.kept = [Kept(stays) for _ in self._chunks]
+                    call.kept = [Kept(stays) for _ in self._rows.chunks]
                 outputs, form = self._forward_layer(index, arguments, call.random_states if call else None, call)
-        if self._probe is not None:
-            self._probe.append((shapes_of(arguments.leaves), shapes_of(outputs)))
+        self._rows.saw(arguments.leaves, outputs)
         if call is not None:
             assert self._tape is not None
             outputs = self._tape.emit(call, outputs)
@@ -266,16 +231,16 @@ class StepRunner:
         parts: list[list[Any]] = []
         form: Form = None
         with torch.no_grad():
-            for number, rows in enumerate(self._chunks):
+            for number, rows in enumerate(self._rows.chunks):
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
-                args, kwargs = arguments.unflatten(self._cut_inputs(index, arguments.leaves, rows))
+                args, kwargs = arguments.unflatten(self._rows.cut_inputs(index, arguments.leaves, rows))
                 with call.kept[number].written() if call is not None and call.kept else contextlib.nullcontext():
                     output = self.shell.call_layer(index, "forward", weights, args, kwargs)
                 parts.append([])
                 form = take_apart(output, parts[-1])
         self._weights.release(index)
-        return self._join_outputs(index, parts), form
+        return self._rows.join_outputs(index, parts), form
 
     def _forward_kept(self, call: LayerCall, variant: Variant) -> tuple[list[Any], Form]:
         """One layer over all chunks of the window, with autograd; its graphs wait for the backward without what moves."""
@@ -286,14 +251,14 @@ class StepRunner:
         moving = MovingTensors(homes) if homes else None
         parts: list[list[Any]] = []
         form: Form = None
-        for rows in self._chunks:
+        for rows in self._rows.chunks:
             around = moving.left_out() if moving else contextlib.nullcontext()
             graph, outputs, form = self._graph_of(call, flat, rows, variant, around, leaving)
             graph.moving = moving
             call.graphs.append(graph)
             parts.append(outputs)
         self._weights.release(call.layer)
-        return self._join_outputs(call.layer, parts), form
+        return self._rows.join_outputs(call.layer, parts), form
 
     def _graph_of(
         self,
@@ -313,7 +278,7 @@ class StepRunner:
             The graph, and the layer's output leaves with their structure.
         """
         weights = self._leaves(self._units[call.layer], flat, requires_grad=True)
-        leaves = self._cut_inputs(call.layer, call.arguments.leaves, rows)
+        leaves = self._rows.cut_inputs(call.layer, call.arguments.leaves, rows)
         inputs: list[GradientEdge | torch.Tensor] = []
         for position in call.trained:
             leaf = leaves[position].detach()
@@ -402,9 +367,9 @@ class StepRunner:
         self._interrupt.look()
         self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
-        total = self._gradients.begin_layer(self._units[call.layer], len(self._chunks))
+        total = self._gradients.begin_layer(self._units[call.layer], len(self._rows.chunks))
         input_parts: dict[int, list[torch.Tensor | None]] = {position: [] for position in call.trained}
-        for number, rows in enumerate(self._chunks):
+        for number, rows in enumerate(self._rows.chunks):
             if call.graphs:
                 graph, call.graphs[number] = call.graphs[number], _DONE
                 if graph.moving is not None:
@@ -413,7 +378,7 @@ class StepRunner:
                 kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
                     graph, _, _ = self._graph_of(call, flat, rows, "recompute", kept)
-            d_outputs = self._output_gradients(call, rows)
+            d_outputs = self._rows.cut_gradients(call.layer, call.output_gradients, rows)
             used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if o is not None and g is not None]
             found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
             total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
@@ -422,7 +387,8 @@ class StepRunner:
             del graph
         self._weights.release(call.layer)
         self._gradients.send_layer(total)
-        tape.send_back(call, {p: self._join_gradient(call, p, parts) for p, parts in input_parts.items()})
+        joined = {p: self._rows.join_gradient(call.layer, p, parts) for p, parts in input_parts.items()}
+        tape.send_back(call, joined)
         call.forget()
 
     def _leaves(self, unit: Unit, flat: torch.Tensor, requires_grad: bool) -> Leaves:
@@ -479,63 +445,25 @@ class StepRunner:
             self._gradients.edges.add(name, leaf.grad)
             leaf.grad = None
 
-    # ---------------------------------------------------------------- rows
-
-    def _cut_inputs(self, layer: int, leaves: Sequence[Any], rows: slice) -> list[Any]:
-        if self._call_axes is None:
-            return list(leaves)
-        total, axes = self._chunks[-1].stop, self._call_axes[layer].inputs
-        return [cut(leaf, axis, rows, total) for leaf, axis in zip(leaves, axes, strict=True)]
-
-    def _output_gradients(self, call: LayerCall, rows: slice) -> list[torch.Tensor | None]:
-        if self._call_axes is None:
-            return call.output_gradients
-        total, axes = self._chunks[-1].stop, self._call_axes[call.layer].outputs
-        return [cut(g, axis, rows, total) for g, axis in zip(call.output_gradients, axes, strict=True)]
-
-    def _join_outputs(self, layer: int, parts: list[list[Any]]) -> list[Any]:
-        if len(parts) == 1:
-            return list(parts[0])
-        assert self._call_axes is not None
-        joined = []
-        for axis, *pieces in zip(self._call_axes[layer].outputs, *parts, strict=True):
-            joined.append(torch.cat(pieces, dim=axis.dim) if axis is not None else pieces[0])
-        return joined
-
-    def _join_gradient(self, call: LayerCall, position: int, parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """Gradient of a whole argument from those of its chunks: side by side along the rows, summed where all share it."""
-        present = [part for part in parts if part is not None]
-        if len(present) <= 1 and len(parts) == 1:
-            return parts[0]
-        if not present:
-            return None
-        assert self._call_axes is not None and len(present) == len(parts)
-        axis = self._call_axes[call.layer].inputs[position]
-        return torch.cat(present, dim=axis.dim) if axis is not None else torch.stack(present).sum(0)
-
     def _learn_row_axes(self, inputs: dict[str, torch.Tensor], chunk_rows: int) -> None:
         """See [Note: which argument goes with the rows]. Once per kind of batch, and only where windows have several chunks."""
-        rows = len(inputs["input_ids"])
-        if rows <= chunk_rows or tuple(inputs) in self._axes:
+        rows, kind = len(inputs["input_ids"]), self._kind_of(inputs)
+        if rows <= chunk_rows or self._rows.knows(kind):
             return
-        probes: list[list[tuple[list[Shape | None], list[Shape | None]]]] = []
-        for count in PROBE_ROWS:
+
+        def probe(count: int) -> None:
             few = {name: tensor[torch.arange(count) % rows] for name, tensor in inputs.items()}
-            self._probe = []
             self._weights.follow(forward_visits(len(self._units)))
             # What the probe draws must not be missing later: a step that finds the axes known draws the same numbers.
             device = self._streams.device
             with torch.no_grad(), randomness.replayed(device, randomness.capture(device)):
                 self._forward(few, self._bind_edges(requires_grad=False), count, 1, tape=None)
-            probes.append(self._probe)
-            self._probe = None
-        self._axes[tuple(inputs)] = [
-            CallAxes(
-                tuple(row_axis(a, b) for a, b in zip(small[0], large[0], strict=True)),
-                tuple(row_axis(a, b) for a, b in zip(small[1], large[1], strict=True)),
-            )
-            for small, large in zip(*probes, strict=True)
-        ]
+
+        self._rows.learn(kind, probe)
+
+    def _kind_of(self, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """Batches of a kind hand the same arguments to their layers, whatever their size."""
+        return (*inputs, self.shell.attention)
 
     # ---------------------------------------------------------------- inputs
 

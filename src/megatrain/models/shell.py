@@ -234,6 +234,11 @@ class Shell:
         """What layer `index` keeps in a variant that keeps one part of it."""
         return self._code[self.groups[index]].kept_operations(variant)
 
+    @property
+    def attention(self) -> str:
+        """The attention implementation that `choose_attention` took last."""
+        return self._base.config._attn_implementation
+
     def choose_attention(self, packed: bool, tokens: int) -> None:
         """Take the attention implementation for rows of `tokens` tokens, of one document or packed, from now on.
 
@@ -242,7 +247,7 @@ class Shell:
         """
         masked = packed or (self._window is not None and tokens >= self._window)
         implementation = self._masked_attention if masked else self._plain_attention
-        if self._base.config._attn_implementation != implementation:
+        if self.attention != implementation:
             config: Any = self.structure.model.config
             config._attn_implementation = implementation
 
