@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -181,6 +181,9 @@ class Runner:
                 here[stage.part.index] = outputs
             for work, _ in sent:
                 work.wait()
+        for module in (module for stage in self.stages for module in stage.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # nothing else would before the next backward, and what is loaded until then would not count
         return total
 
     def _receives(
