@@ -255,17 +255,6 @@ def test_refusals_come_before_any_process_group():
         MeshEngine(model, Layout(tensor=2, pipeline=2, shard=1))
 
 
-def test_split_backward_refuses_recompute():
-    model = build(LLAMA)
-
-    def work():
-        with pytest.raises(UserError, match="cannot recompute"):
-            engine(model, Layout(pipeline=2, schedule="zb1p"), recompute=True)
-        return True
-
-    assert ranks.run(2, work) == [True, True]
-
-
 def test_a_bad_learning_rate_is_refused_and_so_is_all_by_a_closed_engine():
     model, steps = build(LLAMA), batches(LLAMA)
 
