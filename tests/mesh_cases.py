@@ -63,8 +63,6 @@ def possible(values: dict[str, Any]) -> bool:
         return False
     if pipeline is None and schedule not in (None, "1f1b"):
         size *= 2
-    if values.get("recompute") and schedule is not None and SCHEDULES[schedule].splits_backward:
-        return False
     return size <= WORLD
 
 

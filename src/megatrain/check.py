@@ -296,13 +296,11 @@ def mesh_ladder(run: RunConfig) -> list[Setting]:
     layout = check_mesh(run)
     splits = layout.pipeline > 1 and layout.kind.splits_backward
     policy = run.activations.policy
-    if splits and policy in ("recompute", "selective"):
-        logger.warning(
-            "activations.policy: %s was asked for; schedule %s keeps all activations instead", policy, layout.schedule
-        )
-    elif policy == "selective":
+    if policy == "selective":
         logger.warning("activations.policy: selective was asked for; the mesh engine recomputes whole layers instead")
-    return ladder(layout, policy != "keep" and not splits, run.rows_per_step)
+    # A schedule that splits the backward is chosen for speed, so recompute is asked for by name there.
+    recompute = policy not in (("keep", "auto") if splits else ("keep",))
+    return ladder(layout, recompute, run.rows_per_step)
 
 
 def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool, rung: int) -> MeshEngine:

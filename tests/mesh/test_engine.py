@@ -71,6 +71,24 @@ def test_evaluation_changes_nothing():
     assert ranks.run(4, work, False) == ranks.run(4, work, True)
 
 
+@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(pipeline=2, shard=1)], ids=["shard", "pipeline"])
+def test_what_is_loaded_behind_an_evaluation_counts(layout, tmp_path):
+    """Weights gathered for an evaluation are not those of the next step or evaluation."""
+    model, steps = families.build(families.BY_NAME["llama"], seed=1, dtype=torch.float32), batches(LLAMA)
+
+    def work():
+        trained = engine(model, layout, compute_dtype="fp32")
+        trained.save(tmp_path / "saved")
+        before = trained.eval_step(steps[0]).loss_sum
+        trained.train_step(steps[0], 1e-1)
+        between = trained.eval_step(steps[0]).loss_sum
+        trained.load(tmp_path / "saved")
+        return before, between, trained.eval_step(steps[0]).loss_sum
+
+    before, between, after = ranks.run(2, work)[0]
+    assert before == after != between
+
+
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("zb1p", 1), ("zbv", 2), pytest.param("dualpipev", 2, marks=pytest.mark.slow)]
 )
@@ -235,17 +253,6 @@ def test_refusals_come_before_any_process_group():
     model = build(LLAMA)
     with pytest.raises(UserError, match="4 ranks, but there are 1 processes"):
         MeshEngine(model, Layout(tensor=2, pipeline=2, shard=1))
-
-
-def test_split_backward_refuses_recompute():
-    model = build(LLAMA)
-
-    def work():
-        with pytest.raises(UserError, match="cannot recompute"):
-            engine(model, Layout(pipeline=2, schedule="zb1p"), recompute=True)
-        return True
-
-    assert ranks.run(2, work) == [True, True]
 
 
 def test_a_bad_learning_rate_is_refused_and_so_is_all_by_a_closed_engine():

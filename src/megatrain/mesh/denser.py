@@ -44,7 +44,7 @@ def ladder(layout: Layout, recompute: bool, rows: int) -> list[Setting]:
         rows: Of a step.
     """
     rungs = [Setting(layout, recompute)]
-    if not recompute and not (layout.pipeline > 1 and layout.kind.splits_backward):
+    if not recompute:
         rungs.append(Setting(layout, True, "activations.policy: recompute"))
     last, pieces = rungs[-1], layout.pieces
     while 2 * pieces <= rows // layout.data:

@@ -34,6 +34,7 @@ from megatrain.mesh import context, exact, launch
 from megatrain.mesh.batches import Batch, microbatches, without_mask
 from megatrain.mesh.context import TokenMap, zigzag_order
 from megatrain.mesh.data_parallel import local, shard
+from megatrain.mesh.deferred import Deferred
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
@@ -70,7 +71,7 @@ class MeshEngine(EngineBase):
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
         compile: `auto` compiles the layers on a GPU, `on` everywhere, `off` never. Layers of tensor and context ranks, and those
-            of schedules that go through the graph twice, run eager.
+            of schedules that split the backward, run eager.
         init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
         seed: Of initialisation and dropout.
         trust_remote_code: Whether code in the model folder may run.
@@ -107,7 +108,7 @@ class MeshEngine(EngineBase):
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
-        self._check_model(meta, recompute)
+        self._check_model(meta)
         self.compiled = compile == "on" or (compile == "auto" and self.device.type == "cuda")
         """Whether layers are compiled."""
         if self.compiled and (eager := self._why_eager()):
@@ -371,12 +372,8 @@ class MeshEngine(EngineBase):
             meta.set_attn_implementation(context.NAME)
         return meta
 
-    def _check_model(self, meta: Any, recompute: bool) -> None:
+    def _check_model(self, meta: Any) -> None:
         problems = []
-        if recompute and self.layout.pipeline > 1 and self.layout.kind.splits_backward:
-            problems.append(
-                f"schedule {self.layout.schedule} goes through the graph twice and cannot recompute; 1f1b or interleaved can"
-            )
         if self._compute == "bf16":
             kept = sorted(fp32_parameter_names(meta, torch.bfloat16))
             if kept:
@@ -402,7 +399,7 @@ class MeshEngine(EngineBase):
         if layout.tensor > 1 or layout.context > 1:
             return "tensor and context ranks exchange tokens inside a layer"
         if layout.pipeline > 1 and layout.kind.splits_backward:
-            return f"schedule {layout.schedule} goes through a layer's graph twice"
+            return f"schedule {layout.schedule} puts gradients off, which compiled layers do not"
         return "fp64 is for tests" if self._compute == "fp64" else None
 
     def _compile_layers(self, layers: Sequence[nn.Module]) -> None:
@@ -418,12 +415,15 @@ class MeshEngine(EngineBase):
 
     def _make_stage(self, meta: nn.Module, part: Part, recompute: bool) -> tuple[Stage, Any]:
         layout = self.layout
-        split_head = layout.pipeline == 1 or not layout.kind.splits_backward
-        stage = Stage(cut(meta, self.structure, part), self.structure, part, layout.tensor, split_head)
+        stage = Stage(cut(meta, self.structure, part), self.structure, part, layout.tensor)
         if layout.tensor > 1:
             parallelize(stage, self.structure, self.devices.mesh["tensor"])
         if layout.context > 1:
             stage.token_map = self._token_map
+        if layout.pipeline > 1 and layout.kind.splits_backward:
+            stage.deferred = Deferred()
+            for layer in stage.own_layers():
+                stage.deferred.install(layer)
         if self._compute == "fp64":
             stage.checkpoint_kwargs["context_fn"] = exact.both
         if self.compiled:

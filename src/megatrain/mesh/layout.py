@@ -54,7 +54,7 @@ class ScheduleKind:
         name: As written in the config.
         virtual: Smallest and largest number of stages per rank; None is no limit.
         vee: Stages run down the ranks and back up: rank r holds stages r and 2 * pipeline - 1 - r.
-        splits_backward: Gradients of inputs and of weights are computed apart, from one graph that is kept in between.
+        splits_backward: Gradients of inputs and of weights are computed apart. See [Note: two halves] in deferred.py.
         rounds: The number of microbatches must divide into rounds of about `pipeline` microbatches.
     """
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megatrain.mesh.actions import Action, ActionClock, one_forward_one_backward, table_of
+from megatrain.mesh.deferred import Deferred
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.stage import Stage
 
@@ -55,9 +56,10 @@ KEPT_SHAPES = 4
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, with its actions timed."""
+    """torch's stage, with its actions timed, and its backward split by [Note: two halves] in deferred.py."""
 
     clock: ActionClock
+    deferred: Deferred | None = None
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch 2.11 and 2.12 exchange a number with the neighbouring stages first, to set up NCCL's communicators. Where stages
@@ -72,7 +74,10 @@ class _TorchStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
         with self.clock.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+            if full_backward or self.deferred is None:
+                return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+            with self.deferred.putting_off():
+                return super().backward_one_chunk(bwd_chunk_id, *args, full_backward=False, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.action("W", self.stage_index, bwd_chunk_id):
@@ -83,7 +88,7 @@ class _TorchStage(PipelineStage):
 def _into_fp32_sums(stage: torch.nn.Module) -> None:
     """Add the gradients of one microbatch to FSDP's sums in the reduction's type, as its own hooks do in a whole backward.
 
-    torch's half for the weights goes around these hooks. Left in `.grad`, gradients of the next microbatches would be added to it
+    The half for the weights goes around these hooks. Left in `.grad`, gradients of the next microbatches would be added to it
     in bf16, and the copy be held beside the sums.
     """
     for state in fully_shard.state(stage)._state_ctx.all_states:  # type: ignore[attr-defined]
@@ -181,6 +186,9 @@ class Runner:
                 here[stage.part.index] = outputs
             for work, _ in sent:
                 work.wait()
+        for module in (module for stage in self.stages for module in stage.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # nothing else would before the next backward, and what is loaded until then would not count
         return total
 
     def _receives(
@@ -244,6 +252,7 @@ class Runner:
             input_args=ids if stage.part.first else hidden,
             output_args=loss if stage.part.last else hidden,
             group=self._group,
+            dw_builder=None if stage.deferred is None else stage.deferred.take,
         )
-        made.clock = self.clock
+        made.clock, made.deferred = self.clock, stage.deferred
         return made

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain.errors import UserError
 from megatrain.loss import IGNORED
 from megatrain.mesh.context import ARGUMENT, TokenMap
+from megatrain.mesh.deferred import Deferred
 from megatrain.models.shell import _GivenStates
 from megatrain.models.structure import Structure, take_apart, with_submodule
 
@@ -110,8 +111,7 @@ class Stage(nn.Module):
         structure: Of the whole model.
         part: Which part of it this is.
         tensor: Ranks of the tensor group.
-        split_head: Whether logits are computed for a chunk of tokens at a time; not with schedules that keep the graph
-            for a second backward.
+        split_head: Whether logits are computed for a chunk of tokens at a time.
     """
 
     def __init__(self, model: nn.Module, structure: Structure, part: Part, tensor: int = 1, split_head: bool = True):
@@ -120,6 +120,8 @@ class Stage(nn.Module):
         self.part = part
         self.tensor = tensor
         self.split_head = split_head and tensor == 1
+        self.deferred: Deferred | None = None
+        """With schedules that split the backward."""
         self.checkpoint_kwargs: dict[str, Any] = {"use_reentrant": False}
         self.loss_sum: LossSum = cross_entropy_sum
         self.loss_divisor = 1.0

@@ -25,8 +25,6 @@ PROCESS_BYTES = 3 * GIB
 """CUDA context, NCCL's buffers, workspaces of kernels."""
 LOGIT_BYTES = 16
 """Of a logit at the loss's worst moment: bf16 and fp32 values, probabilities, and both gradients."""
-KEPT_LOGIT_BYTES = 6
-"""Of a logit that waits for a backward: bf16 values and fp32 probabilities."""
 DEVICE_FRACTION = 0.95
 """Of a GPU's memory; the rest is for the allocator's gaps."""
 
@@ -99,7 +97,7 @@ def _activation_lines(
     left = [0.0] * layout.stages  # by a microbatch's forward
     for part in own:
         kept = sent * len(part.layers) if way.recompute else sum(saved[shape.groups[i]] for i in part.layers)
-        left[part.index] = kept + (_kept_logits(job, way) if part.last else 0.0)
+        left[part.index] = kept
     lines = {"activations of microbatches in flight": most_in_flight(actions, left)}
     backward = BACKWARD_FACTOR * max(saved[shape.groups[i]] for part in own for i in part.layers)
     if not way.recompute:  # its own share is among those in flight
@@ -132,13 +130,6 @@ def saved_by_layer(job: Job, way: Way, group: int) -> float:
 
 def _logits_at_once(job: Job, way: Way) -> float:
     layout, tokens = way.layout, way.tokens(job.step)
-    if layout.tensor == 1 and not (layout.pipeline > 1 and layout.kind.splits_backward):
+    if layout.tensor == 1:
         tokens = min(tokens, HEAD_CHUNK_TOKENS)
     return tokens * job.inventory.shape.vocabulary / layout.tensor
-
-
-def _kept_logits(job: Job, way: Way) -> float:
-    """Where the backward is split, logits wait for the gradients of the weights."""
-    if way.layout.pipeline > 1 and way.layout.kind.splits_backward:
-        return KEPT_LOGIT_BYTES * _logits_at_once(job, way)
-    return 0.0

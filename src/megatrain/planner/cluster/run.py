@@ -83,4 +83,4 @@ def _own_way(run: RunConfig, world: int) -> Way | None:
         return None
     layout = Layout(**run.parallel.sizes_for(world))
     splits = layout.pipeline > 1 and layout.kind.splits_backward
-    return Way(layout, recompute=not splits and run.activations.policy != "keep")
+    return Way(layout, recompute=run.activations.policy not in (("keep", "auto") if splits else ("keep",)))

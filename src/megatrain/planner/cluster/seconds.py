@@ -162,8 +162,7 @@ def _head(job: Job, way: Way, groups: _Groups) -> tuple[Pass, Pass, float]:
     rate = job.cluster.matrix_tflops * 1e12 * HEAD_FRACTION * tokens / (tokens + SHORT_CHUNK_TOKENS / 4) / slow
     once = 2.0 * job.inventory.shape.head_matrix * tokens / rate / layout.tensor
     tensor = groups.tensor.gather(_hidden_bytes(job, way)) * (1.0 - job.practice.tensor_overlap)
-    chunks_twice = layout.tensor == 1 and not (layout.pipeline > 1 and layout.kind.splits_backward)
-    backward = Pass(2 * once, once if chunks_twice else 0.0, tensor)
+    backward = Pass(2 * once, once if layout.tensor == 1 else 0.0, tensor)  # by chunks, each computed twice
     return Pass(once, 0.0, tensor), backward, once
 
 
