@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.bench.report import Report, Say
-from megatrain.device.attention import fastest_attention, measured_backends
+from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.loss import cross_entropy_sum
 from megatrain.machine.probe import device_seconds, sustained_seconds
 from megatrain.models.build import fp32_parameter_names
@@ -87,7 +87,8 @@ class _LayerClock:
         self._buffers = {name: buffer.to(device) for name, buffer in structure.model.named_buffers()}
         self._known: dict[tuple[int, int, Policy], float] = {}
         self._codes: dict[int, LayerCode] = {}
-        self._attention = _attention_order(structure, tokens, self._dtype, device)
+        config: Any = structure.model.config
+        self._attention = attention_order(attention_shape(config.get_text_config()), tokens, self._dtype, device)
 
     def seconds(self, group: int, rows: int, policy: Policy) -> float:
         """Forward and backward of `rows` rows at once, with what the policy computes again."""
@@ -237,11 +238,3 @@ def _edge_seconds(structure: Structure, device: torch.device, report: Report, ma
 
 def _no_layer(*_: Any) -> Any:
     raise AssertionError("the head calls no layer")
-
-
-def _attention_order(structure: Structure, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    config: Any = structure.model.config
-    shape = attention_shape(config.get_text_config())
-    if device.type != "cuda" or shape is None:
-        return ()
-    return tuple(backend for backend, _ in measured_backends(*shape, tokens, dtype, device))

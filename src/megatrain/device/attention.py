@@ -31,6 +31,22 @@ def measured_backends(
     return _measured(heads, kv_heads, head_dim, min(tokens, LONGEST_MEASURED), dtype, device)
 
 
+def attention_order(
+    shape: tuple[int, int, int] | None, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[SDPBackend, ...]:
+    """Backends for `fastest_attention`, fastest first; none, which is torch's own choice, where nothing can be measured.
+
+    Args:
+        shape: (heads, key-value heads, head size) as computed here; None where they are not known.
+        tokens: Length of a row.
+        dtype: Of the computation.
+        device: Of the computation.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or shape is None:
+        return ()
+    return tuple(backend for backend, _ in measured_backends(*shape, tokens, dtype, device))
+
+
 @functools.cache
 def _measured(
     heads: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from megatrain.checkpoint.background import RunningSave
 from megatrain.checkpoint.desk import CheckpointDesk, SaveOptions
-from megatrain.device.attention import fastest_attention, measured_backends
+from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.device.streams import Streams
 from megatrain.errors import NumericStop, UserError
 from megatrain.executor import batches, randomness
@@ -528,12 +528,9 @@ class HostEngine(EngineBase):
         return checked, tokens
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
-        """Attention backends, fastest first, for rows of this length; torch's own choice where nothing can be measured."""
-        shape, compute = attention_shape(self.config.get_text_config()), self._flows.settings.compute
-        if not self._streams.cuda or compute == torch.float32 or shape is None:
-            return ()
-        tokens = batch["input_ids"].shape[1]
-        return tuple(b for b, _ in measured_backends(*shape, tokens, compute, self.device))
+        """For rows of this length."""
+        shape, tokens = attention_shape(self.config.get_text_config()), batch["input_ids"].shape[1]
+        return attention_order(shape, tokens, self._flows.settings.compute, self.device)
 
     def _result(
         self, batch: Batch, tokens: int, loss: float, norm: float, skipped: str | None, started: float

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.checkpoint.desk import SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
+from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.errors import UserError
 from megatrain.executor.assembly import build_model, config_of, refuse_unmatched_groups
 from megatrain.executor.base import EngineBase, check_learning_rate, why_skip
@@ -40,14 +41,14 @@ from megatrain.mesh.gate import verify_family_cut
 from megatrain.mesh.gradients import Gradients
 from megatrain.mesh.layout import Layout, dropout_keys, split_layers, whole_attention
 from megatrain.mesh.saving import MeshSave, SaveDesk
-from megatrain.mesh.schedule import Runner
+from megatrain.mesh.schedule import Microbatches, Runner
 from megatrain.mesh.stage import Part, Stage, cut
 from megatrain.mesh.state import MeshState, everyone
 from megatrain.mesh.tensor import parallelize
 from megatrain.mesh.watchdog import unwatched
 from megatrain.models.build import find_model_folder, fp32_parameter_names
 from megatrain.models.init import initialize
-from megatrain.models.structure import Structure, persistent_buffers, take_apart
+from megatrain.models.structure import Structure, attention_shape, persistent_buffers, take_apart
 from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import load_weights
 from megatrain.optim.adamw import AdamW
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 ComputeDtype = Literal["bf16", "fp32", "fp64"]
 MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+COMPUTE = {**MASTERS, "bf16": torch.bfloat16}
 
 
 class MeshEngine(EngineBase):
@@ -135,8 +137,7 @@ class MeshEngine(EngineBase):
         self._desk = SaveDesk(self.structure, self.state, self._buffers, self.source_folder, self.devices)
         self._fill(model, init)
         hidden = self.config.get_text_config().hidden_size
-        hidden_dtype = torch.bfloat16 if compute_dtype == "bf16" else MASTERS[compute_dtype]
-        self.runner = Runner(self.stages, self.devices, (hidden, hidden_dtype))
+        self.runner = Runner(self.stages, self.devices, (hidden, COMPUTE[compute_dtype]))
 
     # ---------------------------------------------------------------- training
 
@@ -179,7 +180,7 @@ class MeshEngine(EngineBase):
         for stage in self.stages:
             stage.train()
             stage.loss_divisor = float(tokens)
-        with self._exact(), self._seeded(), self.watch("forward and backward"):
+        with self._exact(), self._seeded(), self._fastest_attention(pieces), self.watch("forward and backward"):
             loss = self.runner.forward_backward(pieces)
         with self.watch("norm of all ranks"):
             found = self.gradients.finish(loss)
@@ -195,7 +196,7 @@ class MeshEngine(EngineBase):
             stage.eval()
             stage.loss_divisor = 1.0
         with self.watch("evaluation"):
-            with self._exact():
+            with self._exact(), self._fastest_attention(pieces):
                 loss_sum = self.runner.evaluate(pieces)
             if self.devices.at.tensor > 0:
                 loss_sum.zero_()
@@ -454,6 +455,16 @@ class MeshEngine(EngineBase):
 
     def _exact(self) -> contextlib.AbstractContextManager[Any]:
         return exact.Fp32MeansFp64() if self._compute == "fp64" else contextlib.nullcontext()
+
+    def _fastest_attention(self, pieces: Microbatches) -> contextlib.AbstractContextManager[Any]:
+        """As measured on this device, for the heads that a rank computes. Context parallel has a mask, and torch's choice."""
+        shape, layout = attention_shape(self.config.get_text_config()), self.layout
+        if layout.context > 1:
+            shape = None
+        elif shape is not None and not whole_attention(self.config, layout.tensor):
+            shape = shape[0] // layout.tensor, shape[1] // layout.tensor, shape[2]
+        tokens = pieces[0]["input_ids"].shape[1]
+        return fastest_attention(attention_order(shape, tokens, COMPUTE[self._compute], self.device))
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:

@@ -21,8 +21,9 @@ behind the attention and of what attention gave, and two that wait because the c
 weights together, at the end. Then what attention gave; queries, keys and values, their gradients; and the kernel's own sums: the
 queries' gradients in fp32 and, where several heads share keys and values, the gradients of these for every head. The other
 candidate is the MLP's backward: normed input, its gradient, the residual, queries, keys and values, what attention gave, and one
-chunk: what the MLP saves and a third more, because gradients take the place of the largest tensor; and the fp32 sums of its weights'
-gradients instead of their bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16,384 tokens, GiB in all:
+chunk: what the MLP saves and a third more, because gradients take the place of the largest tensor; and the fp32 sums of its
+weights' gradients instead of their bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16,384 tokens,
+GiB in all:
     65,536 tokens       recompute 10.15 / 10.28, attention 10.76 / 11.16
     131,072 tokens      recompute and two inputs offloaded 17.17 / 17.43, attention 18.95 / 19.21
 
