@@ -21,7 +21,9 @@ from ruamel.yaml import YAML
 
 import mesh_agent
 from megatrain import train_mesh
+from megatrain.check import mesh_ladder
 from megatrain.checkpoint import files as checkpoint_files
+from megatrain.config.load import load_config
 from megatrain.config.schema import WatchdogConfig
 from megatrain.errors import HostMemoryLow, NumericStop, UserError
 from megatrain.mesh import launch, watchdog
@@ -270,6 +272,16 @@ def test_the_ladder_ends_where_nothing_is_left_to_cut() -> None:
     ]  # fmt: skip
     assert [r.recompute for r in rungs] == [False, True, True, True]
     assert len(ladder(Layout(pipeline=2, shard=1, schedule="zb1p", microbatches=2), False, rows=3)) == 2
+
+
+@pytest.mark.parametrize(("schedule", "auto"), [("1f1b", True), ("zb1p", False)])
+def test_a_split_backward_recomputes_when_asked_by_name(
+    files: Path, schedule: str, auto: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for policy, recompute in (("auto", auto), ("recompute", True), ("keep", False)):
+        words = [f"parallel.schedule={schedule}", "parallel.pipeline=2", f"activations.policy={policy}"]
+        assert mesh_ladder(load_config(files / "run.yaml", words))[0].recompute == recompute, policy
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@
 Masters, both moments and reduced gradients in fp32, sharded over the fsdp ranks: 16 bytes an element. With a pipeline, parameters
 stay gathered in the compute type from the first forward to the last backward, and gradients of all microbatches are summed
 unreduced in fp32. These sums give way to the reduced gradients unit by unit, so that at the worst moment, before the first is
-reduced, masters and moments alone are sharded. Without a pipeline, the edges (embedding, final norm, head) stay gathered, and beside them at most three layers: the
-one in work, the next, and the one just left.
+reduced, masters and moments alone are sharded. Without a pipeline, the edges (embedding, final norm, head) stay gathered, and
+beside them at most three layers: the one in work, the next, and the one just left.
 """
 
 from __future__ import annotations
