@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 ROWS: dict[str, tuple[Layout, Literal["on", "off"]]] = {
     "fsdp2": (Layout(shard=2, microbatches=4), "off"),
     "fsdp2-compiled": (Layout(shard=2, microbatches=2), "on"),
-    "tp2": (Layout(tensor=2, shard=1, microbatches=4), "off"),
+    "tp2": (Layout(tensor=2, shard=1, microbatches=4), "on"),
     "pp2-1f1b": (Layout(pipeline=2, shard=1, microbatches=8), "on"),
     "cp2": (Layout(context=2, shard=1, microbatches=4), "off"),
     "pp2-zbv": (Layout(pipeline=2, virtual=2, shard=1, schedule="zbv", microbatches=8), "off"),

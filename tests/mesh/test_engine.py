@@ -278,6 +278,8 @@ def test_a_bad_learning_rate_is_refused_and_so_is_all_by_a_closed_engine():
     [
         (Layout(shard=2, microbatches=2), True),
         (Layout(pipeline=2, shard=1), False),
+        (Layout(tensor=2, shard=1, microbatches=2), False),
+        (Layout(tensor=2, shard=1), True),
     ],
 )
 def test_compiled_layers_compute_the_same(layout, recompute, monkeypatch):

@@ -7,12 +7,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import families
-from megatrain.mesh.data_parallel import local
-from megatrain.mesh.experts import OwnExperts
-from megatrain.planner.cluster.shards import fake_group
+from megatrain.mesh.experts import own_experts
+from megatrain.mesh.tokens import TensorGroup
 
 TOKENS, CHOICES = 12, 2
 
@@ -30,9 +28,13 @@ def routing(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return hidden_ND, index_NK, torch.rand(TOKENS, CHOICES, generator=generator, requires_grad=True)
 
 
-def on_rank(module: nn.Module) -> nn.Module:
-    """A copy of the module that has this rank's experts; inside a fake group of two."""
-    return OwnExperts()._apply(copy.deepcopy(module), init_device_mesh("cpu", (2,)))
+def on_rank(module: nn.Module, rank: int) -> nn.Module:
+    """A copy of the module that has the experts of one rank of two."""
+    mine, group = copy.deepcopy(module), TensorGroup("", 2, rank)
+    for name, parameter in list(mine.named_parameters()):
+        setattr(mine, name, nn.Parameter(group.part(parameter.detach(), 0)))
+    own_experts(mine, group)
+    return mine
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
@@ -43,12 +45,11 @@ def test_the_shares_of_all_ranks_add_up(implementation: str) -> None:
     want_ND.sin().sum().backward()
     sums_ND, parts = torch.zeros_like(want_ND), []
     for rank in range(2):
-        with fake_group(2, rank):
-            mine = on_rank(whole)
-            out_ND = mine(hidden_ND, index_NK, weights_NK)
-            out_ND.backward(want_ND.detach().cos())
-            sums_ND += out_ND.detach()
-            parts.append({name: local(p.grad) for name, p in mine.named_parameters() if p.grad is not None})
+        mine = on_rank(whole, rank)
+        out_ND = mine(hidden_ND, index_NK, weights_NK)
+        out_ND.backward(want_ND.detach().cos())
+        sums_ND += out_ND.detach()
+        parts.append({name: p.grad for name, p in mine.named_parameters() if p.grad is not None})
     torch.testing.assert_close(sums_ND, want_ND.detach(), rtol=1e-4, atol=1e-5)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), parameter.grad, rtol=1e-4, atol=1e-5)
@@ -57,11 +58,10 @@ def test_the_shares_of_all_ranks_add_up(implementation: str) -> None:
 def test_a_rank_without_tokens_gives_zeros_and_gradients_of_zero() -> None:
     whole = experts("eager")
     hidden_ND, index_NK, weights_NK = routing(whole)
-    with fake_group(2, 1):
-        mine = on_rank(whole)
-        out_ND = mine(hidden_ND, index_NK % 2, weights_NK)  # experts 0 and 1 are the other rank's
-        out_ND.sum().backward()
-        assert not out_ND.any()
-        for tensor in (hidden_ND, weights_NK, *mine.parameters()):
-            assert tensor.grad is not None
-            assert not local(tensor.grad).any()
+    mine = on_rank(whole, 1)
+    out_ND = mine(hidden_ND, index_NK % 2, weights_NK)  # experts 0 and 1 are the other rank's
+    out_ND.sum().backward()
+    assert not out_ND.any()
+    for tensor in (hidden_ND, weights_NK, *mine.parameters()):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()

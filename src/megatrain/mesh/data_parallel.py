@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from megatrain.errors import UserError
 from megatrain.mesh.devices import Devices
@@ -79,32 +79,20 @@ def _chunk(length: int, index: int, count: int) -> tuple[int, int]:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give parameters on meta their storage, unfilled; DTensors stay DTensors, ties stay ties, buffers move."""
+    """Give parameters on meta their storage, unfilled; ties stay ties, buffers move."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for leaf, parameter in owner._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                )
             owner._parameters[leaf] = made[id(parameter)]
         for leaf, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[leaf] = buffer.to(device)
-
-
-def _empty(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, device=device)
-    local = torch.empty_like(parameter.to_local(), device=device)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def modules_in_fp32(layer: nn.Module, kept: Collection[str], prefix: str) -> list[nn.Module]:
@@ -156,9 +144,11 @@ def shard(
     boxes: dict[str, Box] = {}
     layout, at = devices.layout, devices.at
     for name, parameter in stage.model.named_parameters(remove_duplicate=False):
-        place = parameter.placements[0] if isinstance(parameter, DTensor) else None
-        dim = place.dim if isinstance(place, Shard) else None
-        boxes[name] = box_of(tuple(parameter.shape), dim, (at.tensor, layout.tensor), (devices.fsdp_rank, layout.fsdp))
+        shape, dim = list(parameter.shape), None
+        if name in stage.split:
+            dim, length = stage.split[name]
+            shape[dim] = length
+        boxes[name] = box_of(tuple(shape), dim, (at.tensor, layout.tensor), (devices.fsdp_rank, layout.fsdp))
     mesh = devices.fsdp_mesh
     for path, layer in stage.named_own_layers():
         materialise(layer, devices.device)

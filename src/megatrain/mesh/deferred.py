@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatrain.mesh.tokens import RowWise
+
 
 class Deferred:
     """The weights' gradients that a stage's linear modules have put off, of the microbatch whose backward ran last."""
@@ -32,8 +34,10 @@ class Deferred:
     def install(self, module: nn.Module) -> None:
         """Let the linear modules inside `module` put off, behind whatever hooks they have or get."""
         for inner in module.modules():
-            if isinstance(inner, nn.Linear) and type(inner).forward is nn.Linear.forward:
-                inner.forward = functools.partial(self._forward, inner)  # type: ignore[method-assign]
+            if isinstance(inner, RowWise):
+                inner.product = functools.partial(self._forward, inner, False)  # type: ignore[method-assign]
+            elif isinstance(inner, nn.Linear) and type(inner).forward is nn.Linear.forward:
+                inner.forward = functools.partial(self._forward, inner, True)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def putting_off(self) -> Iterator[None]:
@@ -60,10 +64,11 @@ class Deferred:
 
         return add_up
 
-    def _forward(self, linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    def _forward(self, linear: nn.Linear, with_bias: bool, input: torch.Tensor) -> torch.Tensor:
+        bias = linear.bias if with_bias else None
         if not (torch.is_grad_enabled() and linear.weight.requires_grad):
-            return F.linear(input, linear.weight, linear.bias)
-        return _Linear.apply(input, linear.weight, linear.bias, linear, self)  # type: ignore[return-value]
+            return F.linear(input, linear.weight, bias)
+        return _Linear.apply(input, linear.weight, bias, linear, self)  # type: ignore[return-value]
 
     def later(self, linear: nn.Linear, input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the weight, None if it was put off."""

@@ -1,6 +1,6 @@
 """From raw gradients to an update, in one place and in one order.
 
-settle placements -> add up tied parameters -> one global norm -> one decision -> clip -> step
+settle shares of tensor ranks -> add up tied parameters -> one global norm -> one decision -> clip -> step
 
 [Note: distinct elements]
 The global norm counts every element of every parameter once, wherever it lives. A rank's local gradients are parts of it, and
@@ -22,12 +22,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatrain.mesh.data_parallel import Box, local, local_parameters
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.stage import Stage
 from megatrain.optim.adamw import AdamW, hyper_parameters
+
+SMALL_ELEMENTS = 1 << 18
+"""Of a gradient that is sent together with others, in a copy."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,21 @@ class Gradients:
             optimizer.zero_grad(set_to_none=True)
 
     def _settle(self) -> None:
-        """Give each gradient the placement of its parameter, and one of zeros to what autograd did not reach."""
-        for parameters in self._parameters:
-            for parameter in parameters.values():
+        """A gradient of zeros for what autograd did not reach, and for what tensor ranks hold alike the sum of their shares.
+
+        See [Note: shares of gradients] in tensor.py.
+        """
+        shares: list[torch.Tensor] = []
+        for parameters, boxes in zip(self._parameters, self._boxes, strict=True):
+            for name, parameter in parameters.items():
                 if not parameter.requires_grad:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                elif isinstance(parameter, DTensor):
-                    gradient = parameter.grad
-                    assert isinstance(gradient, DTensor), type(gradient)
-                    if gradient.placements != parameter.placements:
-                        parameter.grad = gradient.redistribute(placements=parameter.placements)
+                if boxes[name].tensor_dim is None:
+                    shares.append(local(parameter.grad))
+        if self._devices.layout.tensor > 1:
+            add_up_together(shares, self._devices.mesh["tensor"].get_group())
 
     def _sum_ties(self) -> None:
         """A tied parameter that is on two stages gets the sum of both gradients on both; the copies then stay equal."""
@@ -173,3 +178,16 @@ class Gradients:
             # Fused has no temporaries; on the CPU torch chooses.
             fused=self._devices.device.type == "cuda" or None,
         )
+
+
+def add_up_together(shares: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each of the tensors, contiguous and of one type, by its sum over a group's ranks: small ones in one message."""
+    small = [share for share in shares if 0 < share.numel() < SMALL_ELEMENTS]
+    for share in shares:
+        if share.numel() >= SMALL_ELEMENTS:
+            dist.all_reduce(share, group=group)
+    if small:
+        joined = torch.cat([share.flatten() for share in small])
+        dist.all_reduce(joined, group=group)
+        for share, total in zip(small, joined.split([share.numel() for share in small]), strict=True):
+            share.copy_(total.view(share.shape))

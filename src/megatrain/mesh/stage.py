@@ -128,6 +128,8 @@ class Stage(nn.Module):
         """Target tokens of the whole step; set before each step."""
         self.enter: Callable[[torch.Tensor], torch.Tensor] | None = None
         """What turns the embedding's output (B, L, D) into this rank's residual stream (B, S, D), on the first stage."""
+        self.split: dict[str, tuple[int, int]] = {}
+        """Parameters of which tensor ranks hold parts: HF name -> (dimension that is cut, its length of all parts)."""
         self.token_map: Callable[[int, torch.Tensor | None], TokenMap] | None = None
         """Makes the `TokenMap` of a microbatch from (L, documents); None without context parallel."""
         base = model.get_submodule(structure.base_name)

@@ -1,17 +1,25 @@
-"""Tensor parallel with sequence parallel: Hugging Face's `tp_plan` in torch's parallel styles, and a loss over split logits.
+"""Tensor parallel with sequence parallel: Hugging Face's `tp_plan` on plain tensors, and a loss over split logits.
+
+[Note: plain parameters]
+Before FSDP sees them, the parameters that ranks share are replaced by this rank's parts: plain tensors, in Hugging Face's own
+modules, whose code runs unchanged on fewer heads, columns, experts or rows of the vocabulary. What is communicated is said by
+hooks at the entry and exit of blocks (`megatrain.mesh.tokens`). `Stage.split` remembers which dimension was cut.
+(Parameters that are DTensors cost several times as much of the processor as the layer's own code: each operation, and each
+view of a parameter, goes through their dispatch in Python. FSDP would see to their placements besides.)
 
 [Note: what moves in a layer]
-The residual stream is split by tokens. A block (attention, MLP) gathers the tokens once at its entry, computes its share of
-heads or columns, and its row-wise output scatters the sum back to tokens: one all-gather and one reduce-scatter forward, the
-reverse backward. torch's `ColwiseParallel` alone would gather, and in the backward reduce, once per projection;
-`GatherTokens` on the block hands all projections the same gathered DTensor.
-Norms are replicated and see their own tokens only, so their gradients are partial sums until FSDP reduces them or
-`gradients.settle` does.
+The residual stream is split by tokens. A block (attention, MLP) gathers the tokens once at its entry, for all its
+projections, computes its share of heads or columns, and its row-wise output scatters the sum back to tokens: one all-gather and
+one reduce-scatter forward, the reverse backward. So a layer has two of each in either direction, and nothing else moves.
+
+[Note: shares of gradients]
+What tensor ranks hold alike (norms, routers, biases of row-wise products, a whole attention) sees other tokens or heads on each
+of them, so its gradient is this rank's share of a sum, whatever the module. `Gradients` adds the shares up once per step.
 
 [Note: whole attention]
 Where heads, or key-value heads, do not divide, every rank computes the whole attention: it gathers the tokens, its projections
-are replicated, and it keeps its own tokens of the output. All ranks then have the same gradients of these parameters, nothing is
-added up. That costs the attention's work on every rank; the MLP, embedding and head are split as ever.
+are whole, and it keeps its own tokens of what the last of them takes. That costs the attention's work on every rank; the MLP,
+embedding and head are split as ever.
 
 [Note: vocabulary]
 Embedding and head are split by rows of the vocabulary as `torch.chunk` splits them: ceil(V / tensor) rows each, fewer on the
@@ -23,7 +31,8 @@ Shapes: B rows, L tokens, S = L / tensor, N = B * L, V vocabulary, W = this rank
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,103 +40,135 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from megatrain.errors import UserError
 from megatrain.loss import IGNORED
-from megatrain.mesh.experts import MixtureBlock, OwnExperts, Router
+from megatrain.mesh.experts import mixture_block, own_experts
 from megatrain.mesh.layout import whole_attention
 from megatrain.mesh.stage import Stage
-from megatrain.mesh.tokens import TOKEN_DIM, gather_at_entry
+from megatrain.mesh.tokens import RowWise, TensorGroup, add_up, gather_at_entry, own_tokens, split_tokens
 from megatrain.models.structure import Structure
 
-HEAD_DIM = 2
-"""Of queries and keys (B, L, heads, E) before they are transposed, where families norm them."""
 
+@dataclass(frozen=True)
+class Style:
+    """What becomes of one module.
 
-class GatherTokens(ParallelStyle):
-    """On a block whose projections are column-wise: its first argument (B, S, D) becomes a replicated DTensor (B, L, D)."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return gather_at_entry(module, device_mesh)
-
-
-class Whole(ParallelStyle):
-    """A module that every rank computes alike, on all tokens. Its parameters are replicated, and so are their gradients.
-
-    Args:
-        split_tokens: The output (B, L, D) becomes this rank's tokens (B, S, D).
+    Attributes:
+        dims: Which dimension of a parameter is cut, by the parameter's name in the module; others stay whole.
+        every: The dimension that is cut of parameters that `dims` does not name, None for none.
+        prepare: Called with the module, whose parameters are already cut.
+        owns: Whether the style is meant for the module's own parameters at all.
     """
 
-    def __init__(self, split_tokens: bool = False):
-        super().__init__()
-        self._split_tokens = split_tokens
+    dims: Mapping[str, int]
+    every: int | None = None
+    prepare: Callable[[Any, TensorGroup], object] | None = None
+    owns: bool = True
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        leave: Any = self._leave  # torch's annotation says that it returns nothing
-        return distribute_module(module, device_mesh, self._replicate, self._enter, leave)
 
-    def _replicate(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            module.register_parameter(leaf, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+def _take_own_tokens(linear: nn.Module, group: TensorGroup) -> None:
+    linear.register_forward_pre_hook(partial(_own, group))
 
-    @staticmethod
-    def _enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        (given,) = inputs
-        return given if isinstance(given, DTensor) else DTensor.from_local(given, mesh, [Replicate()], run_check=False)
 
-    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> torch.Tensor:
-        return (output.redistribute(placements=[Shard(TOKEN_DIM)]) if self._split_tokens else output).to_local()
+def _own(group: TensorGroup, linear: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+    return own_tokens(args[0], group)
+
+
+def _own_rows(embedding: nn.Embedding, group: TensorGroup) -> None:
+    """Token ids (B, L) -> their embeddings (B, L, D), added up over the ranks, each of which has W rows of the vocabulary."""
+    first = -(-embedding.num_embeddings // group.size) * group.rank  # see [Note: vocabulary]
+    count = embedding.weight.shape[0]
+    padding = embedding.padding_idx  # a row whose gradient is zero
+    embedding.padding_idx = padding - first if padding is not None and first <= padding < first + count else None
+    plain = embedding.forward
+
+    def forward(ids_BL: torch.Tensor) -> torch.Tensor:
+        local_BL = ids_BL - first
+        others_BL = (local_BL < 0) | (local_BL >= count)
+        found_BLD = plain(local_BL.masked_fill(others_BL, 0))
+        return add_up(found_BLD.masked_fill(others_BL[..., None], 0), group)
+
+    embedding.forward = forward  # type: ignore[method-assign]
+
+
+BLOCK = Style({}, prepare=gather_at_entry, owns=False)
+"""A block whose projections are column-wise."""
+COLUMNS = Style({"weight": 0, "bias": 0})
+ROWS = Style({"weight": 1}, prepare=RowWise.make_of)
+WHOLE = Style({})
+"""Whatever is computed by every rank with the same parameters, on its own tokens or heads."""
+WHOLE_EXIT = Style({}, prepare=_take_own_tokens)
+"""See [Note: whole attention]."""
+MIXTURE = Style({}, prepare=mixture_block, owns=False)
+EXPERTS = Style({}, every=0, prepare=own_experts)
+EMBEDDING = Style({"weight": 0}, prepare=_own_rows)
+HEAD = Style({"weight": 0, "bias": 0}, prepare=gather_at_entry)
 
 
 def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
     """Split a stage's modules, on meta or real, over the tensor group. Ties between embedding and head stay ties.
 
     Args:
-        stage: The stage; its parameters become DTensors.
+        stage: The stage; parameters that are cut are replaced by this rank's parts, and `stage.split` says which.
         structure: Of the whole model.
         mesh: The tensor dimension.
 
     Raises:
         UserError: A style or a parameter of the family has no translation.
     """
+    group = TensorGroup.of(mesh)
     plan = _full_plan(stage.model, structure)
+    styles = _edge_styles(stage, structure)
     for index in stage.part.layers:
         prefix = f"{structure.layers_name}.{index}"
         layer = stage.model.get_submodule(prefix)
-        styles = _layer_styles(layer, prefix, structure, plan, whole_attention(stage.model.config, mesh.size()))
-        _parallelize(layer, mesh, styles)
-    tied = _tied_edges(stage, structure)
-    _parallelize(stage.model, mesh, _edge_styles(stage, structure))
-    for alias, owner in tied:
-        _owner_of(stage.model, alias)[_leaf(alias)] = _owner_of(stage.model, owner)[_leaf(owner)]
-    left = [name for name, p in stage.model.named_parameters() if not isinstance(p, DTensor)]
-    if left:
-        raise UserError(
-            f"{', '.join(left[:3])} have no place in the tensor-parallel plan",
-            f"model type {stage.model.config.model_type}",  # type: ignore[union-attr]
-            "set parallel.tensor to 1",
-        )
+        found = _layer_styles(layer, prefix, structure, plan, whole_attention(stage.model.config, group.size))
+        styles |= {f"{prefix}.{name}": style for name, style in found.items()}
+    _refuse_unplaced(stage.model, styles)
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for path, style in styles.items():
+        module = stage.model.get_submodule(path)
+        _cut_parameters(module, path, style, group, stage.split, made)
+        if style.prepare is not None:
+            style.prepare(module, group)
     if stage.part.first:
-        stage.enter = partial(_split_tokens, mesh=mesh)
+        stage.enter = partial(split_tokens, group=group)
     if stage.part.last:
-        stage.loss_sum = partial(
-            _split_vocabulary_loss, group=mesh.get_group(), vocabulary=_vocabulary(stage, structure)
-        )
+        vocabulary = _vocabulary(stage, structure)
+        stage.loss_sum = partial(_split_vocabulary_loss, group=mesh.get_group(), vocabulary=vocabulary)
 
 
-def _split_tokens(hidden_BLD: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The same (B, L, D) on every rank -> this rank's tokens (B, S, D); the backward gathers their gradients."""
-    whole = DTensor.from_local(hidden_BLD, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(TOKEN_DIM)]).to_local()
+def _cut_parameters(
+    module: nn.Module,
+    path: str,
+    style: Style,
+    group: TensorGroup,
+    split: dict[str, tuple[int, int]],
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+) -> None:
+    """Of the module itself. `made`: by identity of a whole parameter, it and its part, for ties between modules."""
+    for leaf, whole in list(module.named_parameters(recurse=False)):
+        dim = style.dims.get(leaf, style.every)
+        if dim is None:
+            continue
+        if id(whole) not in made:
+            part = nn.Parameter(group.part(whole.detach(), dim), requires_grad=whole.requires_grad)
+            made[id(whole)] = whole, part
+        split[f"{path}.{leaf}"] = dim, whole.shape[dim]
+        module._parameters[leaf] = made[id(whole)][1]
+
+
+def _refuse_unplaced(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    where, remedy = f"model type {model.config.model_type}", "set parallel.tensor to 1"  # type: ignore[union-attr]
+    placed = {path for path, style in styles.items() if style.owns}
+    left = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in placed]
+    if left:
+        raise UserError(f"{', '.join(left[:3])} have no place in the tensor-parallel plan", where, remedy)
+    for path, style in styles.items():
+        kind = type(model.get_submodule(path))
+        if style in (COLUMNS, ROWS, WHOLE_EXIT) and kind.forward is not nn.Linear.forward:
+            raise UserError(f"{path} is a {kind.__name__}, which cannot be split as a linear module", where, remedy)
 
 
 def _full_plan(model: nn.Module, structure: Structure) -> dict[str, str]:
@@ -138,22 +179,22 @@ def _full_plan(model: nn.Module, structure: Structure) -> dict[str, str]:
 
 def _layer_styles(
     layer: nn.Module, prefix: str, structure: Structure, plan: Mapping[str, str], whole: bool
-) -> dict[str, ParallelStyle]:
+) -> dict[str, Style]:
     """Style of each module of one layer, by its name inside the layer. `whole`: see [Note: whole attention]."""
     found = {name: _planned_style(f"{prefix}.{name}", plan) for name, _ in layer.named_modules() if name}
     # Inside these blocks tokens are whole, so a norm there needs a plan of its own.
     blocks = {name.rpartition(".")[0] for name, style in found.items() if style == "colwise"}
-    styles: dict[str, ParallelStyle] = {block: GatherTokens() for block in blocks}
+    styles: dict[str, Style] = dict.fromkeys(blocks, BLOCK)
     for name, style in found.items():
         module = layer.get_submodule(name)
         if whole and style is not None and name.rpartition(".")[0].endswith("attn"):
-            styles[name] = Whole(split_tokens=style == "rowwise")
+            styles[name] = WHOLE_EXIT if style == "rowwise" else WHOLE
         elif style == "colwise":
-            styles[name] = ColwiseParallel()
+            styles[name] = COLUMNS
         elif style == "rowwise":
-            styles[name] = RowwiseParallel(output_layouts=Shard(TOKEN_DIM))
+            styles[name] = ROWS
         elif style == "replicated_with_grad_allreduce":
-            styles[name] = SequenceParallel(sequence_dim=HEAD_DIM, use_local_output=True)
+            styles[name] = WHOLE
         elif style == "moe_tp_experts":
             styles |= _mixture_styles(layer, name)
         elif style is not None:
@@ -163,20 +204,20 @@ def _layer_styles(
                 "set parallel.tensor to 1",
             )
         elif _is_norm(module) and not any(name.startswith(block + ".") for block in blocks):
-            styles[name] = SequenceParallel(sequence_dim=TOKEN_DIM, use_local_output=True)
+            styles[name] = WHOLE
     return styles
 
 
-def _mixture_styles(layer: nn.Module, experts: str) -> dict[str, ParallelStyle]:
+def _mixture_styles(layer: nn.Module, experts: str) -> dict[str, Style]:
     """Of the block that holds the experts, of the experts, and of whatever else in the block has parameters: the router."""
     block = experts.rpartition(".")[0]
     inside = {f"{block}.{name}": module for name, module in layer.get_submodule(block).named_modules() if name}
     routers = {
-        name: Router()
+        name: WHOLE
         for name, module in inside.items()
         if not f"{name}.".startswith(f"{experts}.") and next(module.parameters(recurse=False), None) is not None
     }
-    return {block: MixtureBlock(), experts: OwnExperts(), **routers}
+    return {block: MIXTURE, experts: EXPERTS, **routers}
 
 
 def _planned_style(full_name: str, plan: Mapping[str, str]) -> str | None:
@@ -187,50 +228,26 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm") and next(module.parameters(recurse=False), None) is not None
 
 
-def _edge_styles(stage: Stage, structure: Structure) -> dict[str, ParallelStyle]:
+def _edge_styles(stage: Stage, structure: Structure) -> dict[str, Style]:
     """Embedding by vocabulary rows, final norm by tokens, head by vocabulary rows."""
-    styles: dict[str, ParallelStyle] = {}
+    styles: dict[str, Style] = {}
     layers = structure.layers_name + "."
     for name, module in stage.model.named_modules():
         if name.startswith(layers) or next(module.parameters(recurse=False), None) is None:
             continue
         if isinstance(module, nn.Embedding):
-            styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            styles[name] = EMBEDDING
         elif isinstance(module, nn.Linear) and not name.startswith(structure.base_name + "."):
-            styles[name] = ColwiseParallel(input_layouts=Shard(TOKEN_DIM), output_layouts=Shard(-1))
+            styles[name] = HEAD
         elif _is_norm(module):
-            styles[name] = SequenceParallel(sequence_dim=TOKEN_DIM, use_local_output=True)
+            styles[name] = WHOLE
     return styles
-
-
-def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
-    # src_data_rank None: every rank takes its own slice, nothing is sent (parameters are on meta anyway).
-    for name, style in styles.items():
-        parallelize_module(module.get_submodule(name), mesh, style, src_data_rank=None)
-
-
-def _tied_edges(stage: Stage, structure: Structure) -> list[tuple[str, str]]:
-    """(alias, owner) of ties whose both ends are on this stage."""
-    names = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
-    return [(alias, owner) for alias, owner in structure.tied.items() if alias in names and owner in names]
-
-
-def _owner_of(model: nn.Module, name: str) -> dict[str, Any]:
-    return model.get_submodule(name.rpartition(".")[0])._parameters
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _vocabulary(stage: Stage, structure: Structure) -> int:
     """Rows of the head's weight, all ranks together."""
     base = structure.base_name + "."
-    sizes = {
-        p.shape[0]
-        for n, p in stage.model.named_parameters(remove_duplicate=False)
-        if not n.startswith(base) and p.ndim == 2
-    }
+    sizes = {length for name, (_, length) in stage.split.items() if not name.startswith(base)}
     assert len(sizes) == 1, sizes
     return sizes.pop()
 

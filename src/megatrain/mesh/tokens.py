@@ -1,36 +1,168 @@
 """The tokens of a tensor group: between blocks each rank has its part of them, inside a block all ranks have all.
 
-Shapes: B rows, L tokens, S = L / tensor, D hidden size.
+[Note: collectives of a tensor group]
+Parameters and activations are plain tensors; what moves between ranks is written out here, each way with its backward. A gradient
+of a part is whole, a gradient of what all ranks have is this rank's share of it, a partial sum:
+    gather_tokens   own tokens -> all tokens         all-gather; backward: shares are added up and scattered, reduce-scatter
+    scatter_tokens  shares of a sum -> own tokens    reduce-scatter; backward: all-gather
+    own_tokens      all tokens -> own tokens         nothing moves; backward: zeros for the other tokens
+Only around the embedding, which every rank has whole, gradients of what all ranks have are whole, too:
+    add_up          shares of a sum -> the sum       all-reduce; backward: nothing moves
+    split_tokens    all tokens -> own tokens         nothing moves; backward: all-gather
+They are torch's functional collectives, which a compiled layer keeps in its graph, each waited for at once.
+
+Shapes: B rows, L tokens, S = L / tensor, D hidden size, I inputs and O outputs of a linear module, I' = I / tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 TOKEN_DIM = 1
+_ops = torch.ops._c10d_functional
 
 
-def gather_at_entry(
-    module: nn.Module, mesh: DeviceMesh, hand_over: Callable[[DTensor], Any] = lambda whole: whole
-) -> nn.Module:
-    """Let a module be called with this rank's tokens (B, S, D), its first argument, and see those of all ranks (B, L, D).
+@dataclass(frozen=True)
+class TensorGroup:
+    """Ranks that share the tokens and matrices of the same layers, seen from one of them.
 
-    Args:
-        module: Gets a hook in front of its forward.
-        mesh: The tensor dimension.
-        hand_over: Makes what the module sees of the replicated tokens.
+    Attributes:
+        name: Of the process group, by which functional collectives find it.
+        size: Number of ranks.
+        rank: This one.
     """
 
-    def gather(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden_BSD = args[0] if args else kwargs["hidden_states"]
-        split = DTensor.from_local(hidden_BSD, mesh, [Shard(TOKEN_DIM)], run_check=False)
-        whole_BLD = hand_over(split.redistribute(placements=[Replicate()]))
-        return ((whole_BLD, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole_BLD})
+    name: str
+    size: int
+    rank: int
 
-    module.register_forward_pre_hook(gather, with_kwargs=True)
-    return module
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> TensorGroup:
+        """Of the tensor dimension of a mesh."""
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """A copy of this rank's part, cut as `torch.chunk` does: `ceil(length / size)` each, fewer on the last rank."""
+        return tensor.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
+
+
+def gather_tokens(own_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """(B, S, D) -> (B, L, D). See [Note: collectives of a tensor group]."""
+    return _Gather.apply(own_BSD, group.size, group.name)  # type: ignore[return-value]
+
+
+def scatter_tokens(share_BLD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """(B, L, D), to be added up over the ranks -> (B, S, D). See [Note: collectives of a tensor group]."""
+    return _Scatter.apply(share_BLD, group.size, group.name)  # type: ignore[return-value]
+
+
+def own_tokens(whole_BLD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """(B, L, D) -> (B, S, D). See [Note: collectives of a tensor group]."""
+    tokens = whole_BLD.shape[TOKEN_DIM] // group.size
+    return whole_BLD.narrow(TOKEN_DIM, tokens * group.rank, tokens)
+
+
+def add_up(share: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Of any shape. See [Note: collectives of a tensor group]."""
+    return _AddUp.apply(share, group.name)  # type: ignore[return-value]
+
+
+def split_tokens(whole_BLD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """(B, L, D) -> (B, S, D). See [Note: collectives of a tensor group]."""
+    return _Split.apply(whole_BLD, group)  # type: ignore[return-value]
+
+
+def gather_at_entry(module: nn.Module, group: TensorGroup) -> None:
+    """Let a module be called with this rank's tokens (B, S, D), its first argument, and see those of all ranks (B, L, D)."""
+    module.register_forward_pre_hook(partial(_gathered, group), with_kwargs=True)
+
+
+def _gathered(group: TensorGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (gather_tokens(args[0], group), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": gather_tokens(kwargs["hidden_states"], group)}
+
+
+class RowWise(nn.Linear):
+    """A linear module whose inputs are split over the ranks: (B, L, I') -> this rank's tokens (B, S, O).
+
+    The bias is added to the sum, by every rank to its own tokens.
+    """
+
+    group: TensorGroup
+
+    @classmethod
+    def make_of(cls, linear: nn.Linear, group: TensorGroup) -> None:
+        """Turn a linear module, whose weight is this rank's (O, I'), into one of these."""
+        linear.__class__ = cls
+        linear.group = group  # type: ignore[assignment]
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the sum (B, L, O)."""
+        return F.linear(input, self.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        own_BSO = scatter_tokens(self.product(input), self.group)
+        return own_BSO if self.bias is None else own_BSO + self.bias
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_BSD: torch.Tensor, size: int, name: str) -> torch.Tensor:
+        ctx.size, ctx.name = size, name
+        return _all_gather(own_BSD, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BLD: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _reduce_scatter(gradient_BLD, ctx.size, ctx.name), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share_BLD: torch.Tensor, size: int, name: str) -> torch.Tensor:
+        ctx.size, ctx.name = size, name
+        return _reduce_scatter(share_BLD, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BSD: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _all_gather(gradient_BSD, ctx.size, ctx.name), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, name: str) -> torch.Tensor:
+        return _ops.wait_tensor(_ops.all_reduce(share.contiguous(), "sum", name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole_BLD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return own_tokens(whole_BLD, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BSD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _all_gather(gradient_BSD, ctx.group.size, ctx.group.name), None
+
+
+def _all_gather(own_BSD: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """(B, S, D) -> (B, L, D), the ranks' tokens in their order."""
+    by_rank = _ops.wait_tensor(_ops.all_gather_into_tensor(own_BSD.contiguous(), size, name))
+    return by_rank.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)  # no copy for one row
+
+
+def _reduce_scatter(share_BLD: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """(B, L, D) -> (B, S, D), the sum of all ranks' shares of this rank's tokens."""
+    by_rank = share_BLD.unflatten(TOKEN_DIM, (size, -1)).transpose(0, 1).flatten(0, 1)  # no copy for one row
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(by_rank.contiguous(), "sum", size, name))

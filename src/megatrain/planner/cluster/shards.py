@@ -140,9 +140,8 @@ def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int 
                 parallelize(stage, structure, mesh)
             except UserError:
                 return {}  # the layout says so, by name
-            for name, parameter in stage.model.named_parameters(remove_duplicate=False):
-                place = parameter.placements[0]  # type: ignore[attr-defined]
-                dims[name] = getattr(place, "dim", None)
+            for name, _ in stage.model.named_parameters(remove_duplicate=False):
+                dims[name] = stage.split[name][0] if name in stage.split else None
     return dims
 
 
