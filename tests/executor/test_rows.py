@@ -108,8 +108,8 @@ def test_outputs_that_came_with_this_batch_only_are_joined() -> None:
 
 # ------------------------------------------------------------------ in the engine
 
-TURNS = ("llama", "gemma2", "bloom", "qwen3_moe", "qwen3_next", "gemma3n_text")
-"""Full and sliding windows, slopes folded into the rows, experts, linear attention, what HF computes between the layers."""
+TURNS = ("gemma2", "bloom", "qwen3_next")
+"""Full and sliding windows, slopes folded into the rows, linear attention."""
 
 
 def engine_of(family: Family) -> HostEngine:
@@ -129,9 +129,9 @@ def test_rows_of_other_lengths_in_turn_are_cut_as_if_they_came_first(name: str) 
     """Shorter and longer than the tiny windows, packed and not, trained and evaluated, by one engine."""
     family = BY_NAME[name]
     kinds: list[Any] = ["plain", "masked", *(["packed"] if family.packable else [])]
-    data = [batch(family, seed=1, rows=4, tokens=tokens, kind=kind) for kind in kinds for tokens in (24, 8, 40)]
+    data = [batch(family, seed=1, rows=4, tokens=tokens, kind=kind) for kind in kinds for tokens in (24, 8)]
     with engine_of(family) as engine:
-        for rows in (*data, *data[:2]):
+        for rows in (*data, data[0]):
             evaluated = engine.eval_step(rows)
             loss = engine.backward(rows).loss
             got = {parameter: gradient.clone() for parameter, gradient in engine.named_gradients()}
@@ -166,7 +166,7 @@ def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first() -> Non
     with engine_of(family) as plain, engine_of(family) as engine:
         shell = engine._flows.shell
         shell._masked_attention = "flex_attention"  # as on a GPU
-        for rows in (*data, *data[:2]):
+        for rows in (*data, data[0]):
             assert engine.eval_step(rows).loss_sum == pytest.approx(plain.eval_step(rows).loss_sum, rel=1e-5)
             seen.append(shell.attention)
     assert set(seen) == {"sdpa", "flex_attention"}
