@@ -71,6 +71,12 @@ def test_experts_divide_by_tensor():
     assert "num_local_experts 5 is not a multiple of tensor 2; tensor 1 or 5 would fit" in problems
 
 
+def test_every_tensor_rank_has_rows_of_the_vocabulary():
+    """64 ranks with 4 of 251 rows each: the last one would have none."""
+    assert any("vocab_size 251 leaves a rank of tensor 64" in p for p in Layout(tensor=64).problems(LLAMA, world=64))
+    assert not any("vocab_size" in p for p in Layout(tensor=32).problems(LLAMA, world=32))
+
+
 def test_context_parallel_refuses_layers_it_cannot_split():
     bamba = families.config(families.BY_NAME["qwen3_next"])
     assert any("linear_attention" in p for p in Layout(context=2).problems(bamba, world=2))

@@ -7,6 +7,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,6 +73,43 @@ def test_a_layer_moves_its_tokens_and_nothing_else(family, heads, recompute, gat
     for collectives, on_dtensors in ranks.run(2, moved_by_a_layer, family, heads, recompute):
         assert collectives == {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": scatters}
         assert not on_dtensors
+
+
+def graphs_of_a_layer() -> list[Counter[str]]:
+    """Collectives of each graph, forward and backward, that compiling the layers of a model gives; on a rank."""
+    found: list[Counter[str]] = []
+
+    def read(graph: Any, inputs: Any) -> Any:
+        called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        names = [t.overloadpacket.__name__ for t in called if getattr(t, "namespace", "") == "_c10d_functional"]
+        found.append(Counter(name for name in names if name != "wait_tensor"))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=read, bw_compiler=read, partition_fn=min_cut_rematerialization_partition)
+    real, layout = torch.compile, dataclasses.replace(LAYOUT, microbatches=2)
+    torch.compile = lambda function, **options: real(function, backend=backend, fullgraph=True, **options)  # in a fork
+    case = Case("llama", layout, 3, tied=False, kind="packed")
+    engine = MeshEngine(build(case).float(), layout, compute_dtype="fp32", compile="on")
+    for batch in batches(case):
+        engine.train_step(batch)
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_one_graph_with_the_same_collectives():
+    """None of them is called again in the backward instead of keeping what it gave."""
+    moved = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+    assert ranks.run(2, graphs_of_a_layer) == [[moved, moved]] * 2
+
+
+def test_a_mixture_of_tensor_ranks_runs_eager():
+    """Each microbatch gives a rank's experts another number of tokens, for each of which the compiler would make new code."""
+    case = Case("qwen3_moe", LAYOUT, 2, tied=False)
+
+    def compiled() -> bool:
+        return MeshEngine(build(case).float(), LAYOUT, compute_dtype="fp32", compile="on").compiled
+
+    assert ranks.run(2, compiled) == [False, False]
 
 
 def test_a_padding_row_of_any_rank_learns_nothing(monkeypatch):

@@ -44,7 +44,7 @@ from megatrain.mesh.saving import MeshSave, SaveDesk
 from megatrain.mesh.schedule import Microbatches, Runner
 from megatrain.mesh.stage import Part, Stage, cut
 from megatrain.mesh.state import MeshState, everyone
-from megatrain.mesh.tensor import parallelize
+from megatrain.mesh.tensor import parallelize, splits_experts
 from megatrain.mesh.watchdog import unwatched
 from megatrain.models.build import find_model_folder, fp32_parameter_names
 from megatrain.models.init import initialize
@@ -72,8 +72,8 @@ class MeshEngine(EngineBase):
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
-        compile: `auto` compiles the layers on a GPU, `on` everywhere, `off` never. Layers of tensor and context ranks, and those
-            of schedules that split the backward, run eager.
+        compile: `auto` compiles the layers on a GPU, `on` everywhere, `off` never. Layers of context ranks, mixtures of tensor
+            ranks, and layers of schedules that split the backward, run eager.
         init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
         seed: Of initialisation and dropout.
         trust_remote_code: Whether code in the model folder may run.
@@ -119,7 +119,7 @@ class MeshEngine(EngineBase):
         self._check_model(meta)
         self.compiled = compile == "on" or (compile == "auto" and self.device.type == "cuda")
         """Whether layers are compiled."""
-        if self.compiled and (eager := self._why_eager()):
+        if self.compiled and (eager := self._why_eager(meta)):
             self.compiled = False
             logger.info("layers run eager: %s", eager)
         self.config = meta.config
@@ -409,10 +409,12 @@ class MeshEngine(EngineBase):
                 self.layout.tensor,
             )
 
-    def _why_eager(self) -> str | None:
+    def _why_eager(self, meta: nn.Module) -> str | None:
         layout = self.layout
         if layout.context > 1:
-            return "attention of context ranks is not compiled"
+            return "attention of context ranks exchanges keys and values by calls that are not compiled"
+        if layout.tensor > 1 and splits_experts(meta):
+            return "experts of a tensor rank see another number of tokens each time"
         if layout.pipeline > 1 and layout.kind.splits_backward:
             return f"schedule {layout.schedule} puts gradients off, which compiled layers do not"
         return "fp64 is for tests" if self._compute == "fp64" else None

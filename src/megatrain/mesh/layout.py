@@ -332,6 +332,9 @@ class Layout:
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
                 yield f"{name} {value} is not a multiple of tensor {self.tensor}; {_divisors(value)} would fit"
+        rows = getattr(config, "vocab_size", None)
+        if isinstance(rows, int) and -(-rows // self.tensor) * (self.tensor - 1) >= rows:  # cut as torch.chunk does
+            yield f"vocab_size {rows} leaves a rank of tensor {self.tensor} without a row; a smaller tensor would fit"
 
     def _context_problems(self, config: Any) -> Iterator[str]:
         if self.context == 1:

@@ -4,8 +4,8 @@
 Before FSDP sees them, the parameters that ranks share are replaced by this rank's parts: plain tensors, in Hugging Face's own
 modules, whose code runs unchanged on fewer heads, columns, experts or rows of the vocabulary. What is communicated is said by
 hooks at the entry and exit of blocks (`megatrain.mesh.tokens`). `Stage.split` remembers which dimension was cut.
-(Parameters that are DTensors cost several times as much of the processor as the layer's own code: each operation, and each
-view of a parameter, goes through their dispatch in Python. FSDP would see to their placements besides.)
+(With DTensors, whose every operation is dispatched in Python, a small layer took three times as much of the processor, and FSDP
+added up shares of gradients with every microbatch.)
 
 [Note: what moves in a layer]
 The residual stream is split by tokens. A block (attention, MLP) gathers the tokens once at its entry, for all its
@@ -104,6 +104,8 @@ MIXTURE = Style({}, prepare=mixture_block, owns=False)
 EXPERTS = Style({}, every=0, prepare=own_experts)
 EMBEDDING = Style({"weight": 0}, prepare=_own_rows)
 HEAD = Style({"weight": 0, "bias": 0}, prepare=gather_at_entry)
+MIXTURE_STYLE = "moe_tp_experts"
+"""Of the experts, in Hugging Face's plans."""
 
 
 def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
@@ -171,6 +173,12 @@ def _refuse_unplaced(model: nn.Module, styles: Mapping[str, Style]) -> None:
             raise UserError(f"{path} is a {kind.__name__}, which cannot be split as a linear module", where, remedy)
 
 
+def splits_experts(model: nn.Module) -> bool:
+    """Whether ranks of a tensor group would share the experts of some layers."""
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr]
+    return MIXTURE_STYLE in plan.values()
+
+
 def _full_plan(model: nn.Module, structure: Structure) -> dict[str, str]:
     """Style by full module name, layer numbers as `*`."""
     base = getattr(model.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr]
@@ -195,7 +203,7 @@ def _layer_styles(
             styles[name] = ROWS
         elif style == "replicated_with_grad_allreduce":
             styles[name] = WHOLE
-        elif style == "moe_tp_experts":
+        elif style == MIXTURE_STYLE:
             styles |= _mixture_styles(layer, name)
         elif style is not None:
             raise UserError(

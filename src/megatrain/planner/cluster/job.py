@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatrain.machine.cluster import Cluster
 from megatrain.mesh.layout import Layout
+from megatrain.mesh.tensor import splits_experts
 from megatrain.planner.choice import Options, StepSize
 from megatrain.planner.cluster.shards import Inventory
 
@@ -16,8 +17,8 @@ class Practice:
     """How an engine computes a layer, where engines differ.
 
     Attributes:
-        compiled: In which layers pointwise work is fused: `all`, `none`, or `plain` ones, whose ranks exchange nothing inside and
-            whose backward is whole.
+        compiled: In which layers pointwise work is fused: `all`, `none`, or `plain` ones, whose attention sees no tokens of other
+            ranks, whose experts are not shared by tensor ranks, and whose backward is whole.
         tensor_overlap: Share of the tensor collectives that is hidden under matrix products.
         gathers_ahead: With a pipeline, all stages' parameters are gathered from the start of the step on, not when the first
             microbatch arrives.
@@ -60,7 +61,8 @@ class Job:
     def compiled(self, layout: Layout) -> bool:
         """Whether the layers of a layout are fused."""
         splits = layout.pipeline > 1 and layout.kind.splits_backward
-        plain = layout.tensor == layout.context == 1 and not splits
+        mixture = layout.tensor > 1 and splits_experts(self.inventory.structure.model)
+        plain = layout.context == 1 and not splits and not mixture
         return self.practice.compiled == "all" or (self.practice.compiled == "plain" and plain)
 
     def options(self, layout: Layout) -> Options:
