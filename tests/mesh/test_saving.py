@@ -49,7 +49,7 @@ def slow_writing(seconds: float) -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", pytest.param("copies", marks=pytest.mark.slow)])
 def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_path: Path) -> None:
-    """Room for everything, for some units, for nothing: the same files, while training is steps ahead."""
+    """Room for everything, for some units, for nothing: the same files, while training is steps ahead. One writer, then two."""
 
     def work() -> list[tuple[int, int, bool]]:
         with engine(LAYOUTS[name]) as trained:
@@ -60,6 +60,7 @@ def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_pat
             found = []
             for number, room in enumerate((everything, everything // 3, 0)):
                 trained.load(tmp_path / "at-rest")
+                trained._desk.writers = [0] if number == 0 else [0, 1]
                 save = trained.save(tmp_path / f"ahead-{number}", extra={"a": 1}, wait=False, buffer_bytes=room)
                 for batch in BATCHES[1:3]:
                     trained.train_step(batch)
@@ -338,14 +339,21 @@ def test_a_writer_holds_two_units_at_most(tmp_path: Path) -> None:
 
 
 def test_progress_counts_all_writers(tmp_path: Path) -> None:
-    def work() -> tuple[int, int]:
+    """At the end what they have written; before, rank 0's own share stands for the others'."""
+
+    def work() -> tuple[int, int, list[int]]:
         with engine(LAYOUTS["pipeline"]) as trained:
             trained._desk.writers = [0, 1]
-            trained.save(tmp_path / "one")
+            slow_writing(0.03)
             save = trained.save(tmp_path / "two", wait=False)
-            return save.result().written_bytes, save.progress().total_bytes
+            seen = []
+            while not save.done():
+                seen.append(save.progress().written_bytes)
+                time.sleep(0.01)
+            return save.result().written_bytes, save.progress().total_bytes, seen
 
-    (written, total), _ = ranks.run(2, work)
+    (written, total, seen), _ = ranks.run(2, work)
+    assert seen == sorted(seen) and max(seen) > 0.8 * written
     on_disk = sum(path.stat().st_size for path in (tmp_path / "two").rglob("*") if path.is_file())
     assert on_disk - (tmp_path / "two/manifest.json").stat().st_size <= written <= on_disk <= total
 
