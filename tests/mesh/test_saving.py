@@ -314,6 +314,65 @@ def test_a_save_that_any_rank_gives_up_ends_everywhere(canceller: int, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("writers", [[0], [0, 1]], ids=str)
+def test_training_goes_on_when_everything_is_read(writers: list[int], tmp_path: Path) -> None:
+    """Whatever room for copies: when `save` returns, no parameter is left to be read from the live state."""
+
+    def work() -> list[bool]:
+        slow_writing(0.05)
+        read = MeshState.part
+        names: set[str] = set()
+
+        def noted(self: MeshState, name: str, planes: int) -> torch.Tensor:
+            values = read(self, name, planes)
+            names.add(name)
+            return values
+
+        MeshState.part = noted  # type: ignore[method-assign]
+        found = []
+        with engine(LAYOUTS["pipeline"]) as trained:
+            trained._desk.writers = writers
+            sent = {name for unit in trained.state.units for name in trained.state.sent_names(unit)}
+            everything = sum(trained.state.sent_bytes(unit, 3) for unit in trained.state.units)
+            for number, room in enumerate((0, everything // 4)):
+                names.clear()
+                trained.save(tmp_path / str(number), wait=False, buffer_bytes=room)
+                found.append(names == sent)
+                trained.wait_saved()
+        return found
+
+    assert ranks.run(2, work) == [[True, True]] * 2
+
+
+def test_writers_write_side_by_side_and_gather_meanwhile(tmp_path: Path) -> None:
+    """By order and not by clocks: the first unit of each waits until the other writes too, and the next one is being gathered."""
+
+    def work() -> None:
+        gathers = 0
+        gather, write = MeshState.gather, FilesWriter.write_tensors
+
+        def counted(self: MeshState, *arguments: Any) -> None:
+            nonlocal gathers
+            gathers += 1
+            gather(self, *arguments)
+
+        def waiting(self: FilesWriter, name: str, tensors: Any) -> None:
+            (tmp_path / f"writes-{dist.get_rank()}").touch()
+            until = time.monotonic() + 30
+            while gathers < 2 or len(list(tmp_path.glob("writes-*"))) < 2:
+                assert time.monotonic() < until, (gathers, list(tmp_path.iterdir()))
+                time.sleep(0.002)
+            write(self, name, tensors)
+
+        MeshState.gather, FilesWriter.write_tensors = counted, waiting  # type: ignore[method-assign]
+        with engine(LAYOUTS["pipeline"]) as trained:
+            trained._desk.writers = [0, 1]
+            trained.save(tmp_path / "one")
+
+    ranks.run(2, work)
+    assert (tmp_path / "one/manifest.json").exists()
+
+
 def test_a_writer_holds_two_units_at_most(tmp_path: Path) -> None:
     """One that is written, one that is gathered; with the disk slow, the next one waits."""
 
