@@ -207,15 +207,14 @@ def test_a_writer_that_does_not_see_the_folder_leaves_it_to_rank_0(tmp_path: Pat
             trained.save(tmp_path / "one")
             names.clear()
             trained._desk.writers = [0, 1]
-            if dist.get_rank() == 1:
-                saving._is_marked = lambda temp, marker: False
-            trained.save(tmp_path / "two")
+            trained.save(tmp_path / f"disk-of-{dist.get_rank()}" / "two")
         return warnings, names
 
     (said, names), (said_by_1, names_of_1) = ranks.run(2, work)
     assert len(said) == 1 and "rank 1 does not see" in said[0] and said_by_1 == []
     assert names and not names_of_1
-    assert_equal_folders(tmp_path / "one", tmp_path / "two")
+    assert_equal_folders(tmp_path / "one", tmp_path / "disk-of-0" / "two")
+    assert not (tmp_path / "disk-of-1").exists()
 
 
 def full_disk(part: str) -> None:
