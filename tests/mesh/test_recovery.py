@@ -101,23 +101,34 @@ def once_saved(run: Path, do: Callable[[], Any]) -> None:
     do()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_kill_9_during_a_save_in_the_background(files: Path, reference: Path, tmp_path: Path, victim: int) -> None:
-    """Cases 23 and 45: training is steps ahead when the writer, or a rank that sends to it, is killed. The save never counts."""
+@pytest.mark.parametrize(
+    ("victim", "writer"),
+    [(0, 0), pytest.param(1, 0, marks=pytest.mark.slow), (1, 1), pytest.param(0, 1, marks=pytest.mark.slow)],
+)
+def test_kill_9_during_a_save_in_the_background(
+    files: Path, reference: Path, tmp_path: Path, victim: int, writer: int
+) -> None:
+    """Cases 23 and 45: training is steps ahead when a writer is stuck, and it or the other rank is killed. The save never counts.
+
+    With writer 1 both ranks write, as on two hosts.
+    """
     run, gone_on = tmp_path / "run", tmp_path / "gone-on"
 
     def sabotage(rank: int, attempt: int) -> None:
         if attempt > 0:
             return
-        if rank == 0:  # the save of step 4 gets stuck in its third file
-            write = checkpoint_files.FolderWriter.write_tensors
+        if rank == writer:  # the save of step 4 gets stuck in its second unit
+            if writer == 1:
+                os.environ["LOCAL_RANK"] = "0"
+            write = checkpoint_files.FilesWriter.write_tensors
 
             def slow(self: Any, name: str, tensors: Any) -> None:
-                if "step_000004" in self.temp.name and len(self.records) > 4:
+                if "step_000004" in self.temp.name and sum("state/" in file for file in self.records) == 1:
+                    (run / f"stuck-{rank}").write_text("")
                     time.sleep(mesh_agent.TIMEOUT_S)
                 write(self, name, tensors)
 
-            checkpoint_files.FolderWriter.write_tensors = slow  # type: ignore[method-assign]
+            checkpoint_files.FilesWriter.write_tensors = slow  # type: ignore[method-assign]
         if rank == victim:
 
             def die() -> None:
@@ -130,7 +141,7 @@ def test_kill_9_during_a_save_in_the_background(files: Path, reference: Path, tm
     codes = train(files, run, sabotage)
     assert codes[0][victim] == -signal.SIGKILL and codes[1:] == [[0, 0]]
     assert gone_on.exists(), "training did not go on while step 4 was being written"
-    assert resumed_after(run) == [2]
+    assert (run / f"stuck-{writer}").exists() and resumed_after(run) == [2]
     assert_equal_runs(run, reference)
 
 

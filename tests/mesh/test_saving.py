@@ -49,7 +49,7 @@ def slow_writing(seconds: float) -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", pytest.param("copies", marks=pytest.mark.slow)])
 def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_path: Path) -> None:
-    """Room for everything, for some units, for nothing: the same files, while training is steps ahead."""
+    """Room for everything, for some units, for nothing: the same files, while training is steps ahead. One writer, then two."""
 
     def work() -> list[tuple[int, int, bool]]:
         with engine(LAYOUTS[name]) as trained:
@@ -60,6 +60,7 @@ def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_pat
             found = []
             for number, room in enumerate((everything, everything // 3, 0)):
                 trained.load(tmp_path / "at-rest")
+                trained._desk.writers = [0] if number == 0 else [0, 1]
                 save = trained.save(tmp_path / f"ahead-{number}", extra={"a": 1}, wait=False, buffer_bytes=room)
                 for batch in BATCHES[1:3]:
                     trained.train_step(batch)
@@ -206,15 +207,14 @@ def test_a_writer_that_does_not_see_the_folder_leaves_it_to_rank_0(tmp_path: Pat
             trained.save(tmp_path / "one")
             names.clear()
             trained._desk.writers = [0, 1]
-            if dist.get_rank() == 1:
-                saving._is_marked = lambda temp, marker: False
-            trained.save(tmp_path / "two")
+            trained.save(tmp_path / f"disk-of-{dist.get_rank()}" / "two")
         return warnings, names
 
     (said, names), (said_by_1, names_of_1) = ranks.run(2, work)
     assert len(said) == 1 and "rank 1 does not see" in said[0] and said_by_1 == []
     assert names and not names_of_1
-    assert_equal_folders(tmp_path / "one", tmp_path / "two")
+    assert_equal_folders(tmp_path / "one", tmp_path / "disk-of-0" / "two")
+    assert not (tmp_path / "disk-of-1").exists()
 
 
 def full_disk(part: str) -> None:
@@ -313,6 +313,65 @@ def test_a_save_that_any_rank_gives_up_ends_everywhere(canceller: int, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("writers", [[0], [0, 1]], ids=str)
+def test_training_goes_on_when_everything_is_read(writers: list[int], tmp_path: Path) -> None:
+    """Whatever room for copies: when `save` returns, no parameter is left to be read from the live state."""
+
+    def work() -> list[bool]:
+        slow_writing(0.05)
+        read = MeshState.part
+        names: set[str] = set()
+
+        def noted(self: MeshState, name: str, planes: int) -> torch.Tensor:
+            values = read(self, name, planes)
+            names.add(name)
+            return values
+
+        MeshState.part = noted  # type: ignore[method-assign]
+        found = []
+        with engine(LAYOUTS["pipeline"]) as trained:
+            trained._desk.writers = writers
+            sent = {name for unit in trained.state.units for name in trained.state.sent_names(unit)}
+            everything = sum(trained.state.sent_bytes(unit, 3) for unit in trained.state.units)
+            for number, room in enumerate((0, everything // 4)):
+                names.clear()
+                trained.save(tmp_path / str(number), wait=False, buffer_bytes=room)
+                found.append(names == sent)
+                trained.wait_saved()
+        return found
+
+    assert ranks.run(2, work) == [[True, True]] * 2
+
+
+def test_writers_write_side_by_side_and_gather_meanwhile(tmp_path: Path) -> None:
+    """By order and not by clocks: the first unit of each waits until the other writes too, and the next one is being gathered."""
+
+    def work() -> None:
+        gathers = 0
+        gather, write = MeshState.gather, FilesWriter.write_tensors
+
+        def counted(self: MeshState, *arguments: Any) -> None:
+            nonlocal gathers
+            gathers += 1
+            gather(self, *arguments)
+
+        def waiting(self: FilesWriter, name: str, tensors: Any) -> None:
+            (tmp_path / f"writes-{dist.get_rank()}").touch()
+            until = time.monotonic() + 30
+            while gathers < 2 or len(list(tmp_path.glob("writes-*"))) < 2:
+                assert time.monotonic() < until, (gathers, list(tmp_path.iterdir()))
+                time.sleep(0.002)
+            write(self, name, tensors)
+
+        MeshState.gather, FilesWriter.write_tensors = counted, waiting  # type: ignore[method-assign]
+        with engine(LAYOUTS["pipeline"]) as trained:
+            trained._desk.writers = [0, 1]
+            trained.save(tmp_path / "one")
+
+    ranks.run(2, work)
+    assert (tmp_path / "one/manifest.json").exists()
+
+
 def test_a_writer_holds_two_units_at_most(tmp_path: Path) -> None:
     """One that is written, one that is gathered; with the disk slow, the next one waits."""
 
@@ -338,14 +397,21 @@ def test_a_writer_holds_two_units_at_most(tmp_path: Path) -> None:
 
 
 def test_progress_counts_all_writers(tmp_path: Path) -> None:
-    def work() -> tuple[int, int]:
+    """At the end what they have written; before, rank 0's own share stands for the others'."""
+
+    def work() -> tuple[int, int, list[int]]:
         with engine(LAYOUTS["pipeline"]) as trained:
             trained._desk.writers = [0, 1]
-            trained.save(tmp_path / "one")
+            slow_writing(0.03)
             save = trained.save(tmp_path / "two", wait=False)
-            return save.result().written_bytes, save.progress().total_bytes
+            seen = []
+            while not save.done():
+                seen.append(save.progress().written_bytes)
+                time.sleep(0.01)
+            return save.result().written_bytes, save.progress().total_bytes, seen
 
-    (written, total), _ = ranks.run(2, work)
+    (written, total, seen), _ = ranks.run(2, work)
+    assert seen == sorted(seen) and max(seen) > 0.8 * written
     on_disk = sum(path.stat().st_size for path in (tmp_path / "two").rglob("*") if path.is_file())
     assert on_disk - (tmp_path / "two/manifest.json").stat().st_size <= written <= on_disk <= total
 

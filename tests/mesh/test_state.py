@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import families
@@ -144,6 +145,31 @@ def test_a_failed_save_fails_on_every_rank(tmp_path):
     first, second = ranks.run(2, work)
     assert "rank 0 could not write" in second[0] and "rank 0" not in first[0]
     assert first[1] == second[1]
+
+
+@pytest.mark.parametrize("writers", [[0], [1, 0]], ids=str)
+def test_buffers_of_other_stages_are_saved_as_they_were_loaded(writers, tmp_path):
+    """A router's correction bias belongs to the checkpoint; who writes a unit need not hold it."""
+    family = families.BY_NAME["deepseek_v3"]
+
+    def work(seed, load, save):
+        source = families.build(family, seed=seed)
+        with MeshEngine(source, Layout(pipeline=2), compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+            engine._desk.writers = writers
+            if load:
+                engine.load(load)
+            engine.save(save)
+
+    ranks.run(2, work, 1, None, tmp_path / "first")
+    ranks.run(2, work, 2, tmp_path / "first", tmp_path / "second")
+    weights = [{}, {}]
+    for found, name in zip(weights, ("first", "second"), strict=True):
+        for file in (tmp_path / name).glob("*.safetensors"):
+            found |= load_file(file)
+    assert any("e_score_correction_bias" in key and weight.any() for key, weight in weights[0].items())
+    assert weights[0].keys() == weights[1].keys()
+    for key, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][key]), key
 
 
 def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):

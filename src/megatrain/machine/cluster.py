@@ -35,7 +35,9 @@ class Cluster:
         network_gbps: Of the network between nodes, for each GPU and direction, reached by collectives (400 Gb/s are 50).
         node_latency_us, network_latency_us: Of one step of a collective.
         to_host_gbps: Copies of a GPU to its host, all GPUs of a node at once.
-        storage_write_gbps, storage_read_gbps: Of one process that writes or reads a checkpoint.
+        gather_gbps: Of one process that gathers a checkpoint's units over gloo.
+        storage_write_gbps, storage_read_gbps: Of one process that writes or reads a checkpoint; one of each host does.
+        storage_write_limit_gbps, storage_read_limit_gbps: Of the file system, for all hosts together; None: it has no limit.
         mtbf_hours: Mean time between failures of one GPU with its share of node and network.
         restart_minutes: From a failure to the first step, reading the checkpoint aside.
     """
@@ -53,8 +55,11 @@ class Cluster:
     node_latency_us: float = 4.0
     network_latency_us: float = 12.0
     to_host_gbps: float = 20.0
+    gather_gbps: float = 2.0
     storage_write_gbps: float = 2.0
     storage_read_gbps: float = 5.0
+    storage_write_limit_gbps: float | None = None
+    storage_read_limit_gbps: float | None = None
     mtbf_hours: float = 50_000.0
     restart_minutes: float = 10.0
 

@@ -47,6 +47,7 @@ from megatrain.mesh.state import MeshState, everyone
 from megatrain.mesh.tensor import parallelize, splits_experts
 from megatrain.mesh.watchdog import unwatched
 from megatrain.models.build import find_model_folder, fp32_parameter_names
+from megatrain.models.conversion import unit_of_names
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, attention_shape, persistent_buffers, take_apart
 from megatrain.models.templates import LayerCode, template_groups
@@ -257,8 +258,8 @@ class MeshEngine(EngineBase):
     ) -> MeshSave:
         """Write a checkpoint in the host engine's format, behind the one that may still be written. Collective.
 
-        `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. Rank 0 writes, one
-        gathered unit in memory at a time. See [Note: a mesh save].
+        `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. One rank of each host
+        writes, with two gathered units in memory at most. See [Note: a mesh save].
 
         Args:
             directory: A folder that does not exist yet.
@@ -270,7 +271,7 @@ class MeshEngine(EngineBase):
             then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back.
 
         Raises:
-            UserError: It failed before it began, or (`wait`) at all: on rank 0 with the reason, elsewhere because rank 0 failed.
+            UserError: It failed before it began, or (`wait`) at all: where it failed with the reason, elsewhere with that rank.
         """
         self._refuse_closed()
         if self._compute == "fp64":
@@ -328,6 +329,7 @@ class MeshEngine(EngineBase):
             raise UserError("another rank could not read the checkpoint", str(directory), "see that rank's error")
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
         self.state.set_updates(self.updates)
+        self._share_buffers()
         self._copy_buffers()
         return state["extra"]
 
@@ -353,6 +355,18 @@ class MeshEngine(EngineBase):
             assert self.source_folder is not None
             load_weights(self.source_folder, self.structure, self.state, self._buffers)  # type: ignore[arg-type]
         self._copy_buffers()
+
+    def _share_buffers(self) -> None:
+        """What the holders of a unit have read of its buffers, to all ranks: any of them may write the unit."""
+        of_holder: dict[int, list[str]] = {}
+        for name, unit in unit_of_names(self.structure).items():
+            if name in self._buffers and (holder := self.state.holder(unit)) is not None:
+                of_holder.setdefault(holder, []).append(name)
+        for holder, names in of_holder.items():
+            said = [{name: self._buffers[name] for name in names}]
+            dist.broadcast_object_list(said, src=holder, group=self.devices.save_group)
+            for name, value in said[0].items():
+                self._buffers[name].copy_(value)
 
     def _copy_buffers(self) -> None:
         """The model's persistent buffers (a router's correction bias) into the stages' copies."""

@@ -49,7 +49,7 @@ from megatrain.host.available import available_host_bytes
 from megatrain.host.store import UnitPlanes
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.state import MeshState
-from megatrain.mesh.writers import UnitWriter, by_size, first_of_hosts, rounds
+from megatrain.mesh.writers import UnitWriter, by_size, first_of_hosts, rounds, shares
 from megatrain.models.structure import Structure
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class MeshSave:
     ):
         self._job, self._state, self._group, self._device = job, state, group, device
         self.writers = list(writers)
-        """The ranks that write, or that were to before it was found that they do not see the folder."""
+        """The ranks that write: rank 0 alone once it was found that one of them does not see the folder."""
         self._planes = 1 if job.units.weights_only else 3
         self._units = {unit.name: unit for unit in job.units.units}
         self._names = by_size(self._sizes)
@@ -109,6 +109,7 @@ class MeshSave:
         self._cancelled = self._ended = False
         self._writer: UnitWriter | None = None
         self._written_bytes = self._written_elsewhere = 0
+        self._own_share = 1.0
         self._read_back_s = self._seconds = 0.0
         self._started = time.perf_counter()
         self.waited_s = 0.0
@@ -159,10 +160,15 @@ class MeshSave:
         self._thread.join(timeout_s)
 
     def progress(self) -> SaveProgress:
-        """How far it is: what other ranks have written as of the latest round, of the total that rank 0 alone knows."""
+        """How far it is. Until it has ended, the other writers are taken to be as far with their shares as this one is.
+
+        The total is known on rank 0 alone.
+        """
         seconds = self._seconds if self.done() else time.perf_counter() - self._started
         total = self._job.plan.total_bytes if self._job.plan is not None else 0
         written = self._written_bytes + self._written_elsewhere
+        if not self.done():
+            written = min(total, int(self._written_bytes / self._own_share))
         return SaveProgress(written, total, seconds, self.waited_s, self.copied_bytes, self._read_back_s)
 
     @property
@@ -221,21 +227,22 @@ class MeshSave:
         """See [Note: a mesh save]. On the stack is what must be closed, whatever happens."""
         folder = self._together(lambda: self._begin(stack))
         part = self._join(folder, stack)
+        self._own_share = self._share_of(dist.get_rank()) or 1.0
         stack.callback(self._stop_writing)
         if part is not None:
             self._writer = UnitWriter(part, self._job.units)
-        sent = 0
+        live = set(self._names[: self._first_copied])
         for units in rounds(self._sizes, self.writers):
             whole = self._together(lambda units=units: self._room(units))
             self._state.gather(units, whole, self._read, self._group, self._planes)
-            sent += len(units)
-            if sent >= self._first_copied:
+            live.difference_update(units.values())
+            if not live:
                 self._live_sent.set()
             if self._writer is not None and whole is not None:
                 self._writer.put(self._units[whole.name], whole)
         self._together(self._settle)
-        shares = self._gathered_shares()
-        self._together(lambda: self._end(folder, shares))
+        told = self._gathered_shares()
+        self._together(lambda: self._end(folder, told))
 
     def _begin(self, stack: contextlib.ExitStack) -> FolderWriter | None:
         """Make the folder, on rank 0."""
@@ -264,6 +271,11 @@ class MeshSave:
         if folder is not None or me not in self.writers:
             return folder
         return stack.enter_context(FilesWriter(temp, self._job.directory, self._count))
+
+    def _share_of(self, rank: int) -> float:
+        """Of all bytes, what a rank writes."""
+        own = shares(self._sizes, self.writers).get(rank, [])
+        return sum(self._sizes[name] for name in own) / max(1, sum(self._sizes.values()))
 
     def _check(self) -> None:
         """Raise why this rank cannot go on."""
@@ -295,12 +307,12 @@ class MeshSave:
         dist.gather_object(mine, found if me == 0 else None, dst=0, group=self._group)
         return found
 
-    def _end(self, folder: FolderWriter | None, shares: Sequence[Share | None]) -> None:
+    def _end(self, folder: FolderWriter | None, told: Sequence[Share | None]) -> None:
         """Finish the folder, on rank 0."""
         if folder is None or self._job.plan is None:
             return
         written: dict[str, UnitFiles] = {}
-        for rank, share in enumerate(shares):
+        for rank, share in enumerate(told):
             if share is not None:
                 records, units = share
                 written |= units

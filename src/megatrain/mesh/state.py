@@ -85,6 +85,10 @@ class MeshState:
         """Units of which this rank holds a part."""
         return {unit.name for unit in self._structure.units for _, full in unit.full_names() if full in self._held}
 
+    def holder(self, unit: str) -> int | None:
+        """The first rank that sends a part of a unit. None for a unit without parameters."""
+        return next((rank for rank in range(len(self._senders)) if self._sent_by(rank, unit)), None)
+
     # ---------------------------------------------------------------- in
 
     @torch.no_grad()

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatrain.machine.cluster import Cluster
-from megatrain.planner.cluster.failures import CHECKPOINT_BYTES, best_interval, goodput
+from megatrain.planner.cluster.failures import CHECKPOINT_BYTES, best_interval, goodput, save_seconds
+
+UNITS = {f"layer.{number}": 10**9 for number in range(100)}
 
 
 def lost(every_s: float, stop_s: float, mtbf_s: float) -> float:
@@ -29,15 +31,15 @@ def test_a_save_longer_than_the_time_between_failures_is_not_tried_more_often() 
 
 
 def test_a_larger_cluster_fails_more_often_and_saves_more_often(cluster: Cluster) -> None:
-    small, large = (goodput(cluster, world, 10**11, 10**8, step_s=5.0, background=False) for world in (256, 4096))
+    small, large = (goodput(cluster, world, UNITS, 10**8, step_s=5.0, background=False) for world in (256, 4096))
     assert small.mtbf_hours == pytest.approx(16 * large.mtbf_hours)
     assert small.every_steps > large.every_steps
     assert small.share > large.share > 0.5
 
 
 def test_saves_in_the_background_stop_for_the_copy_and_wait_for_each_other(cluster: Cluster) -> None:
-    parameters, own = 10**11, 10**9
-    behind, front = (goodput(cluster, 1024, parameters, own, 5.0, background) for background in (True, False))
+    own = 10**9
+    behind, front = (goodput(cluster, 1024, UNITS, own, 5.0, background) for background in (True, False))
     assert behind.stop_s == pytest.approx(CHECKPOINT_BYTES * own / (cluster.to_host_gbps * 1e9))
     assert front.stop_s == front.write_s == behind.write_s
     assert behind.every_s >= behind.write_s
@@ -46,4 +48,23 @@ def test_saves_in_the_background_stop_for_the_copy_and_wait_for_each_other(clust
 
 def test_no_failures_lose_nothing_but_saves(cluster: Cluster) -> None:
     steady = replace(cluster, mtbf_hours=1e15)
-    assert goodput(steady, 8, 10**9, 10**8, 1.0, background=True).share == pytest.approx(1.0, abs=1e-3)
+    assert goodput(steady, 8, {"layer.0": 10**9}, 10**8, 1.0, background=True).share == pytest.approx(1.0, abs=1e-3)
+
+
+def test_hosts_write_side_by_side_until_units_or_the_file_system_end_it(cluster: Cluster) -> None:
+    unit_bytes = CHECKPOINT_BYTES * 1e9
+    gather_s, write_s, read_s = (
+        unit_bytes / (rate * 1e9)
+        for rate in (cluster.gather_gbps, cluster.storage_write_gbps, cluster.storage_read_gbps)
+    )
+    assert save_seconds(cluster, 1, UNITS) == pytest.approx(gather_s + 100 * (max(gather_s, write_s) + read_s))
+    assert save_seconds(cluster, 25, UNITS) == pytest.approx(gather_s + 4 * (max(gather_s, write_s) + read_s))
+    assert save_seconds(cluster, 128, UNITS) == save_seconds(cluster, 100, UNITS)
+    limited = replace(cluster, storage_write_limit_gbps=20.0, storage_read_limit_gbps=40.0)
+    assert save_seconds(limited, 100, UNITS) == pytest.approx(gather_s + 100 * unit_bytes * (1 / 20e9 + 1 / 40e9))
+    assert save_seconds(limited, 1, UNITS) == save_seconds(cluster, 1, UNITS)
+
+
+def test_all_hosts_read_at_a_restart(cluster: Cluster) -> None:
+    one, many = (goodput(cluster, world, UNITS, 10**8, 5.0, True).restart_s for world in (8, 1024))
+    assert one - cluster.restart_minutes * 60 == pytest.approx(128 * (many - cluster.restart_minutes * 60))

@@ -5,14 +5,21 @@ save stops training, saving every t seconds loses C / t of the time to saves, an
 writing W of the save that did not get done, and the restart R. The best t is near sqrt(2 C M) (J. Young, 1974); J.
 Daly's higher order (2006) is used: sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C. One save is written at a time,
 so t is at least W.
+
+[Note: seconds of a save]
+One process of each host writes, whole units each (mesh/writers.py). A host gathers its next unit while it writes one, so the
+slower of the two counts, and the gathering of its first unit; then it reads back. All wait for the host with most. The file
+system may have a limit for all of them together. At a restart all hosts together read the checkpoint twice (`MeshEngine.load`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.machine.cluster import Cluster
+from megatrain.mesh.writers import shares
 
 CHECKPOINT_BYTES = 12
 """Of a parameter: hi, lo, m, v."""
@@ -25,7 +32,7 @@ class Goodput:
     Attributes:
         mtbf_hours: Of the whole job.
         stop_s: For which a save stops training.
-        write_s: Until it is on the disk.
+        write_s: Until it is on the disk and was read back.
         restart_s: From a failure to the first step, reading included.
         every_s: Seconds between saves.
         every_steps: The same in steps.
@@ -41,26 +48,51 @@ class Goodput:
     share: float
 
 
-def goodput(cluster: Cluster, world: int, parameters: int, own: int, step_s: float, background: bool) -> Goodput:
+def goodput(
+    cluster: Cluster, world: int, units: Mapping[str, int], own: int, step_s: float, background: bool
+) -> Goodput:
     """What failures cost a run of `world` GPUs.
 
     Args:
-        parameters: Of the model.
+        units: Parameters of the model's units, by name.
         own: Elements that the fullest rank copies to its host for a save.
         step_s: Seconds of a step.
         background: Saves are written while training goes on.
     """
     mtbf_s = cluster.mtbf_hours * 3600 / world
-    nbytes = CHECKPOINT_BYTES * parameters
-    write_s = nbytes / (cluster.storage_write_gbps * 1e9)
+    hosts = math.ceil(world / cluster.gpus_per_node)
+    write_s = save_seconds(cluster, hosts, units)
     stop_s = CHECKPOINT_BYTES * own / (cluster.to_host_gbps * 1e9) if background else write_s
-    restart_s = cluster.restart_minutes * 60 + nbytes / (cluster.storage_read_gbps * 1e9)
+    twice = 2 * CHECKPOINT_BYTES * sum(units.values())
+    restart_s = cluster.restart_minutes * 60 + _slower(
+        twice / hosts, cluster.storage_read_gbps, twice, cluster.storage_read_limit_gbps
+    )
     wanted = best_interval(stop_s, mtbf_s)
     steps = max(1, round(wanted / step_s), math.ceil(write_s / step_s) if background else 1)
     every_s = steps * step_s
     unwritten_s = write_s if background else 0.0
     lost = stop_s / every_s + (every_s / 2 + unwritten_s + restart_s) / mtbf_s
     return Goodput(mtbf_s / 3600, stop_s, write_s, restart_s, every_s, steps, 1.0 / (1.0 + lost))
+
+
+def save_seconds(cluster: Cluster, hosts: int, units: Mapping[str, int]) -> float:
+    """Until a checkpoint is on the disk and was read back; see [Note: seconds of a save].
+
+    Args:
+        units: Parameters of the model's units, by name.
+    """
+    most = max(shares(units, range(hosts)).values(), key=lambda names: sum(units[name] for name in names))
+    nbytes = CHECKPOINT_BYTES * sum(units[name] for name in most)
+    total = CHECKPOINT_BYTES * sum(units.values())
+    gather_s = nbytes / (cluster.gather_gbps * 1e9)
+    write_s = _slower(nbytes, cluster.storage_write_gbps, total, cluster.storage_write_limit_gbps)
+    read_s = _slower(nbytes, cluster.storage_read_gbps, total, cluster.storage_read_limit_gbps)
+    return gather_s * units[most[0]] / sum(units[name] for name in most) + max(gather_s, write_s) + read_s
+
+
+def _slower(nbytes: float, gbps: float, total: float, limit_gbps: float | None) -> float:
+    """Seconds for the bytes of one host, or for all bytes where the file system's limit is what counts."""
+    return max(nbytes / (gbps * 1e9), 0.0 if limit_gbps is None else total / (limit_gbps * 1e9))
 
 
 def best_interval(stop_s: float, mtbf_s: float) -> float:

@@ -199,7 +199,7 @@ def judge(job: Job, way: Way, memory: RankMemory | None = None) -> Verdict:
         flows=flows(job, way),
         tokens_per_s=tokens / step_s,
         mfu=flops / (step_s * job.world * job.cluster.peak_tflops * 1e12),
-        goodput=goodput(job.cluster, job.world, job.inventory.shape.parameters, own, step_s, job.background),
+        goodput=goodput(job.cluster, job.world, job.inventory.units, own, step_s, job.background),
     )
 
 

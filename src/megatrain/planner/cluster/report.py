@@ -85,7 +85,7 @@ def _first(plan: ClusterPlan) -> Iterator[str]:
         yield f"      {sent}; {_link(flow.link)}"
     yield (
         f"    failures: one every {loss.mtbf_hours:.1f} h; a save stops training for {loss.stop_s:,.1f} s and "
-        f"is written in {loss.write_s:,.0f} s, a restart takes {loss.restart_s:,.0f} s; "
+        f"is written and read back in {loss.write_s:,.0f} s, a restart takes {loss.restart_s:,.0f} s; "
         f"save every {loss.every_steps:,} steps ({loss.every_s / 3600:.1f} h); goodput {loss.share:.1%}"
     )
     if plan.steps is not None:
