@@ -23,7 +23,7 @@ for name in "$@"; do
   case $name in
     8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 $full --steps 5 ;;
     8b-8) row "$name" 140 34 $bench --shape qwen3-8b --rows 8 --tokens 1024 $full --steps 6 ;;
-    8b-24gib) row "$name" 200 34 $bench --shape qwen3-8b --rows 64 --tokens 1024 --steps 2 --warmup 1 --device-gib 24 ;;
+    8b-24gib) row "$name" 200 34 $bench --shape qwen3-8b --rows 64 --tokens 1024 --steps 3 --device-gib 24 ;;
     14b) row "$name" 150 22 $bench --shape qwen3-14b --rows 32 --tokens 1024 $full --steps 2 --no-bounds ;;
     17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 $full --steps 2 --warmup 1 --no-bounds ;;
     4b) row "$name" 100 22 $bench --shape qwen3-4b --rows 32 --tokens 1024 $full --steps 3 --no-bounds ;;
@@ -34,7 +34,7 @@ for name in "$@"; do
     resume-*) row "$name" 120 2 python3 benchmarks/checkpoints.py resume qwen3-4b 32 1024 "$disk" "$machine" "${name#resume-}" ;;
     long-524288) row "$name" 500 20 python3 benchmarks/long_context.py 524288 --layers 12 --machine "$machine" ;;
     long-*) row "$name" 300 20 python3 benchmarks/long_context.py "${name#long-}" --machine "$machine" ;;
-    instruments) row "$name" 120 6 python3 benchmarks/instruments_cost.py qwen3-0.6b 8 1024 60 resident=all kept=all ;;
+    instruments) row "$name" 150 6 python3 benchmarks/instruments_cost.py qwen3-8b 8 1024 40 ;;
     trace) row "$name" 120 6 python3 -m megatrain trace --shape qwen3-8b --rows 32 --tokens 1024 --steps 2 --machine "$machine" \
       --out "$out/trace.json" --png "$out/pipeline.png" ;;
     doctor) row "$name" 90 40 python3 -m megatrain doctor --again ;;

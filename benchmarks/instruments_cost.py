@@ -20,11 +20,13 @@ from megatrain.bench import engine_for, engine_overrides, random_batch
 WARM_UP = 4
 
 
-def main(shape: str, rows: int, tokens: int, steps: int, options: dict[str, Any]) -> None:
-    device = options.pop("device", "auto")
+def main(shape: str, rows: int, tokens: int, steps: int, words: list[str]) -> None:
+    device = next((word.removeprefix("device=") for word in words if word.startswith("device=")), "auto")
+    options = engine_overrides([word for word in words if not word.startswith("device=")])
     with engine_for(shape, rows=rows, tokens=tokens, device=device, overrides=options, say=print) as engine:
         vocabulary = engine.config.get_text_config().vocab_size
         seconds: dict[bool, list[float]] = {True: [], False: []}
+        figures: Any = None
         for number in range(WARM_UP + 2 * steps):
             on = (number % 2 == 0) ^ (
                 number // 2 % 2 == 1
@@ -32,9 +34,11 @@ def main(shape: str, rows: int, tokens: int, steps: int, options: dict[str, Any]
             engine.instruments.on = on
             batch = random_batch(vocabulary, rows, tokens, number)
             started = time.perf_counter()  # not the engine's own `seconds`, which end before the figures are made
-            engine.train_step(batch)
+            result = engine.train_step(batch)
+            figures = result.pipeline or figures
             if number >= WARM_UP:
                 seconds[on].append(time.perf_counter() - started)
+        print("figures of a step:", figures)
         differences = [a - b for a, b in zip(seconds[True], seconds[False], strict=True)]
         off, cost = statistics.median(seconds[False]), statistics.median(differences)
         print(
@@ -49,4 +53,4 @@ def _quarter(values: list[float], which: int) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), engine_overrides(sys.argv[5:]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5:])

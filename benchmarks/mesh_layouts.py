@@ -55,12 +55,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
 }
-# Microbatches of a step's 8 rows of 4,096 tokens (2 GPUs): activations of 8B are kept, 0.85 GB a layer and 4,096 tokens.
+# Microbatches of a step's 8 rows of 4,096 tokens (2 GPUs): activations of 8B are kept, 0.85 GB a layer and 4,096 tokens
+# where layers run eager, and fewer where they are compiled.
 ROWS: dict[str, tuple[Layout, Literal["on", "off"]]] = {
     "fsdp2": (Layout(shard=2, microbatches=4), "off"),
-    "fsdp2-compiled": (Layout(shard=2, microbatches=4), "on"),
-    "tp2": (Layout(tensor=2, shard=1, microbatches=4), "off"),
-    "pp2-1f1b": (Layout(pipeline=2, shard=1, microbatches=8), "off"),
+    "fsdp2-compiled": (Layout(shard=2, microbatches=2), "on"),
+    "tp2": (Layout(tensor=2, shard=1, microbatches=4), "on"),
+    "pp2-1f1b": (Layout(pipeline=2, shard=1, microbatches=8), "on"),
     "cp2": (Layout(context=2, shard=1, microbatches=4), "off"),
     "pp2-zbv": (Layout(pipeline=2, virtual=2, shard=1, schedule="zbv", microbatches=8), "off"),
 }

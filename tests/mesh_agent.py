@@ -69,6 +69,8 @@ def _fork(rank: int, world: int, attempt: int, port: int, words: list[str], log:
         torch.set_num_threads(1)
         sabotage(rank, attempt)
         code = main(words)
+    except SystemExit as ended:  # of ranks that leave the telling to rank 0
+        code = int(ended.code or 0)
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     os._exit(code)

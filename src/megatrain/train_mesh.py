@@ -23,7 +23,7 @@ from megatrain.check import Prepared, check_mesh, mesh_ladder, prepare
 from megatrain.checkpoint.reader import complete_checkpoints
 from megatrain.config.schema import ChangeName, RunConfig, WatchdogConfig
 from megatrain.divergence import Divergence
-from megatrain.errors import MegatrainError, UserError
+from megatrain.errors import MegatrainError, NumericStop, PlanRefused, UserError
 from megatrain.machine.probe import matrix_tflops
 from megatrain.mesh import launch
 from megatrain.mesh.denser import is_out_of_memory, note_out_of_memory, times_out_of_memory
@@ -49,8 +49,10 @@ def train_on_mesh(
         UserError: The layout cannot run; before any process group is made. Ranks other than 0 end silently then.
     """
     main = launch.rank() == 0
+    _end_as_before(main)
     try:
-        check_mesh(run)
+        with _noting_ends():
+            check_mesh(run)
     except UserError as error:
         if main:
             raise
@@ -59,6 +61,7 @@ def train_on_mesh(
     limits = section_limits(run.watchdog)
     with (
         _joined(device, _timeout_s(limits)),
+        _noting_ends(),
         StopSignals() as signals,
         _logger(main) as log,
         Watchdog(Path(run.run.dir), limits) as watch,
@@ -94,6 +97,14 @@ class StartAgain(MegatrainError):
     """The process must end; torchrun starts it again, and then it goes better."""
 
     exit_code = EXIT_HANG
+
+
+class EndedBefore(MegatrainError):
+    """An earlier attempt of this job has ended with an error that comes again."""
+
+    def __init__(self, code: int, text: str):
+        self.exit_code = code
+        super().__init__(f"{text}\n  (of an earlier attempt; torchrun starts again what would only end so again)")
 
 
 class SilentFolder(RunFolder):
@@ -237,6 +248,28 @@ class _SilentLoop(_MainLoop):
 
     def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
         self.history.append(record)
+
+
+COMES_AGAIN = (UserError, PlanRefused, NumericStop)
+"""Errors that another attempt would only repeat. Low host memory is none: a new process begins with less."""
+
+
+@contextlib.contextmanager
+def _noting_ends() -> Iterator[None]:
+    """See [Note: errors that come again] in launch.py."""
+    try:
+        yield
+    except COMES_AGAIN as error:
+        launch.note_end(error.exit_code, str(error))
+        raise
+
+
+def _end_as_before(main: bool) -> None:
+    if (end := launch.noted_end()) is None:
+        return
+    if main:
+        raise EndedBefore(*end)
+    raise SystemExit(end[0])
 
 
 @contextlib.contextmanager

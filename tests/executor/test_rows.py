@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import masking_utils
-from transformers.integrations import flex_attention
+from transformers.integrations import flex_attention as hf_flex
 
 from families import BY_NAME, Family, batch, build
 from megatrain.executor.engine import HostEngine
@@ -108,8 +108,8 @@ def test_outputs_that_came_with_this_batch_only_are_joined() -> None:
 
 # ------------------------------------------------------------------ in the engine
 
-TURNS = ("llama", "gemma2", "bloom", "qwen3_moe", "qwen3_next", "gemma3n_text")
-"""Full and sliding windows, slopes folded into the rows, experts, linear attention, what HF computes between the layers."""
+TURNS = ("gemma2", "bloom", "qwen3_next")
+"""Full and sliding windows, slopes folded into the rows, linear attention."""
 
 
 def engine_of(family: Family) -> HostEngine:
@@ -129,9 +129,9 @@ def test_rows_of_other_lengths_in_turn_are_cut_as_if_they_came_first(name: str) 
     """Shorter and longer than the tiny windows, packed and not, trained and evaluated, by one engine."""
     family = BY_NAME[name]
     kinds: list[Any] = ["plain", "masked", *(["packed"] if family.packable else [])]
-    data = [batch(family, seed=1, rows=4, tokens=tokens, kind=kind) for kind in kinds for tokens in (24, 8, 40)]
+    data = [batch(family, seed=1, rows=4, tokens=tokens, kind=kind) for kind in kinds for tokens in (24, 8)]
     with engine_of(family) as engine:
-        for rows in (*data, *data[:2]):
+        for rows in (*data, data[0]):
             evaluated = engine.eval_step(rows)
             loss = engine.backward(rows).loss
             got = {parameter: gradient.clone() for parameter, gradient in engine.named_gradients()}
@@ -146,26 +146,27 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hugging Face compiles flex attention and its masks, which takes a minute on a CPU."""
 
     def uncompiled(*args: Any, training: bool = False, **kwargs: Any) -> Any:
-        return flex_attention.flex_attention(*args, **kwargs)
+        return flex_attention(*args, **kwargs)
 
     def mask_uncompiled(*args: Any, _compile: bool = True, **kwargs: Any) -> Any:
         return create_block_mask(*args, **kwargs)
 
-    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", uncompiled)
+    monkeypatch.setattr(hf_flex, "compile_friendly_flex_attention", uncompiled)
     monkeypatch.setattr(masking_utils, "create_block_mask", mask_uncompiled)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("flex_uncompiled")
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
-def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first(name: str) -> None:
+def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first() -> None:
     """Packed rows, and rows longer than a window, take flex attention, whose masks are no tensors; others have none."""
-    family = replace(BY_NAME[name], overrides={**BY_NAME[name].overrides, "sliding_window": 16})
-    data = [batch(family, seed=1, rows=4, tokens=t, kind=kind) for kind in ("plain", "packed") for t in (8, 40, 24)]
+    family = BY_NAME["gemma3_text"]
+    family = replace(family, overrides={**family.overrides, "sliding_window": 16})
+    data = [batch(family, seed=1, rows=4, tokens=t, kind=kind) for kind in ("plain", "packed") for t in (8, 24)]
     seen = []
     with engine_of(family) as plain, engine_of(family) as engine:
         shell = engine._flows.shell
         shell._masked_attention = "flex_attention"  # as on a GPU
-        for rows in (*data, *data):
+        for rows in (*data, data[0]):
             assert engine.eval_step(rows).loss_sum == pytest.approx(plain.eval_step(rows).loss_sum, rel=1e-5)
             seen.append(shell.attention)
     assert set(seen) == {"sdpa", "flex_attention"}

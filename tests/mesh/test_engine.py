@@ -246,9 +246,9 @@ def test_bf16_keeps_fp32_masters():
         moved, expected = weights[name] - before[name], weight - before[name]
         assert weights[name].dtype == torch.float32
         assert (moved != 0).float().mean() > 0.9, name
-        # Softmax sees little of a bias of all keys: its gradient is mostly rounding, in bf16 and with any layout (0.62 to 0.95).
-        alike = 0.5 if name.endswith("k_proj.bias") else 0.8
-        assert torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), dim=0) > alike, name
+        # All keys moved alike change no softmax: what is left of their bias's gradient is small, and in bf16 half noise.
+        least = 0.5 if name.endswith("k_proj.bias") else 0.95
+        assert torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), dim=0) > least, name
 
 
 def test_refusals_come_before_any_process_group():

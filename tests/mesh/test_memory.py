@@ -19,10 +19,10 @@ def structure() -> Structure:
     return take_apart(build_meta_model(config, compute_dtype=torch.float32))
 
 
-def test_sixteen_bytes_an_element_and_what_a_pipeline_keeps_gathered() -> None:
+def test_bytes_of_an_element_and_what_a_pipeline_keeps_gathered() -> None:
     held = Held(whole=800.0, sharded=100.0, edges=300.0, largest=50.0)
     lines = state_lines(True, held, compute_bytes=2)
-    assert sum(lines.values()) == 16 * 100 + (2 + 4) * 800 + 4 * 50
+    assert sum(lines.values()) == 12 * 100 + (2 + 4) * 800 + 6 * 50
     lines = state_lines(False, held, compute_bytes=2)
     assert sum(lines.values()) == 16 * 100 + 2 * (300 + 3 * 50) + 6 * (300 + 2 * 50)
 

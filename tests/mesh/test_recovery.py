@@ -16,12 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ruamel.yaml import YAML
 
 import mesh_agent
+from megatrain import train_mesh
+from megatrain.check import mesh_ladder
 from megatrain.checkpoint import files as checkpoint_files
+from megatrain.config.load import load_config
 from megatrain.config.schema import WatchdogConfig
-from megatrain.mesh import watchdog
+from megatrain.errors import HostMemoryLow, NumericStop, UserError
+from megatrain.mesh import launch, watchdog
 from megatrain.mesh.denser import ladder
 from megatrain.mesh.engine import MeshEngine
 from megatrain.mesh.layout import Layout
@@ -204,6 +209,54 @@ def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: 
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
 
 
+def test_an_error_that_comes_again_is_not_tried_again(files: Path, tmp_path: Path) -> None:
+    """The attempts behind it end with its code and text, and do not look at the model."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "somebody's").touch()  # a folder that holds anything is not started in
+
+    def sabotage(rank: int, attempt: int) -> None:
+        if attempt > 0:
+            train_mesh.check_mesh = lambda run: os._exit(99)
+
+    with pytest.raises(AssertionError, match="exit codes") as ended:
+        train(files, run, sabotage)
+    (statuses,) = re.findall(r"exit codes (.*)", str(ended.value))
+    first, *others = json.loads(statuses)
+    # In the later attempts rank 0 may get SIGTERM because rank 1 has ended already.
+    assert set(first) == {2} and {s for each in others for s in each} <= {2, -signal.SIGTERM}
+    assert all(2 in each for each in others)
+    assert "error: " in run.with_suffix(".log").read_text()
+
+
+def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_shared", dist.HashStore())
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    launch.note_end(2, "nobody hears it")
+    assert launch.noted_end() is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert launch.noted_end() is None
+    for error in (NumericStop("three steps in a row"), UserError("another rank", "step 3")):
+        with pytest.raises(type(error)), train_mesh._noting_ends():
+            raise error
+    assert launch.noted_end() == (4, "three steps in a row")
+    with pytest.raises(train_mesh.EndedBefore, match="three steps in a row") as ended:
+        train_mesh._end_as_before(main=True)
+    assert ended.value.exit_code == 4
+    with pytest.raises(SystemExit) as silent:
+        train_mesh._end_as_before(main=False)
+    assert silent.value.code == 4
+
+
+@pytest.mark.parametrize("error", [HostMemoryLow("ledger"), train_mesh.StartAgain("denser"), RuntimeError("NCCL")])
+def test_errors_that_may_go_better_are_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_shared", dist.HashStore())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(type(error)), train_mesh._noting_ends():
+        raise error
+    assert launch.noted_end() is None
+
+
 def test_stacks_come_before_timeouts_of_collectives() -> None:
     limits = section_limits(WatchdogConfig(step_s=900.0))
     assert set(limits) == {"start", "first_step", "step", "save", "load", "evaluation"} and limits["step"] == 900.0
@@ -218,7 +271,17 @@ def test_the_ladder_ends_where_nothing_is_left_to_cut() -> None:
         "", "activations.policy: recompute", "parallel.microbatches: 4", "parallel.microbatches: 8",
     ]  # fmt: skip
     assert [r.recompute for r in rungs] == [False, True, True, True]
-    assert len(ladder(Layout(pipeline=2, shard=1, schedule="zb1p", microbatches=2), False, rows=3)) == 1
+    assert len(ladder(Layout(pipeline=2, shard=1, schedule="zb1p", microbatches=2), False, rows=3)) == 2
+
+
+@pytest.mark.parametrize(("schedule", "auto"), [("1f1b", True), ("zb1p", False)])
+def test_a_split_backward_recomputes_when_asked_by_name(
+    files: Path, schedule: str, auto: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for policy, recompute in (("auto", auto), ("recompute", True), ("keep", False)):
+        words = [f"parallel.schedule={schedule}", "parallel.pipeline=2", f"activations.policy={policy}"]
+        assert mesh_ladder(load_config(files / "run.yaml", words))[0].recompute == recompute, policy
 
 
 @pytest.mark.slow

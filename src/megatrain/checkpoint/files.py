@@ -7,6 +7,12 @@ checksum, the rename to `<name>`, and last the removal of the marker. So a folde
 read from the disk as it was meant; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it.
 A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once it sees that the
 process is gone. A folder is removed the same way backwards: marked, renamed, emptied, and the marker last.
+
+[Note: several writers]
+On a file system that several hosts share, processes of other hosts may write files into a folder that one process has made. Each
+checksums, fsyncs and reads back its own files, and hands their records to the one that made the folder, which alone writes
+the manifest, renames and removes. The marker names that one: when it is gone, nobody else will finish the folder. A writer of
+another host may outlive it for a moment; it makes no folder of that name again, so what was removed stays removed.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -104,49 +110,39 @@ def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list
     return len(text).to_bytes(8, "little") + text, order
 
 
-class FolderWriter:
-    """Writes one folder that appears whole or not at all; see [Note: life of a checkpoint folder].
+class FilesWriter:
+    """Writes files into a folder that another writer has made; see [Note: several writers].
 
-    Use as a context manager. Leaving it without `commit` removes what was written. All methods raise UserError, naming the
-    file, when the system refuses a write.
+    Use as a context manager. All methods raise UserError, naming the file, when the system refuses a write.
 
     Args:
-        target: The folder to make. It must not exist, or be empty.
+        temp: Where the folder is now.
+        target: The name that it will get, for errors.
         on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the writing.
     """
 
-    def __init__(self, target: Path, on_bytes: Callable[[int], None] = lambda count: None):
-        self.target = target
-        self.on_bytes = on_bytes
+    def __init__(self, temp: Path, target: Path, on_bytes: Callable[[int], None] = lambda count: None):
+        self.temp, self.target, self.on_bytes = temp, target, on_bytes
         self.read_back_s = 0.0
-        self.temp = target.with_name(f"{target.name}.tmp-{os.getpid()}")
         self.records: dict[str, FileRecord] = {}
+        """Of what this process wrote."""
+        self._settled: set[str] = set()
         self._crc_threads = ThreadPoolExecutor(CRC_THREADS, "checkpoint-crc")
         self._sync_thread = ThreadPoolExecutor(1, "checkpoint-fsync")
         self._syncs: list[tuple[str, Future[None]]] = []
-        self._committed = False
 
-    def __enter__(self) -> FolderWriter:
-        try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.target)
-            self.temp.mkdir()
-            (self.temp / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
-        except OSError as error:
-            self._close_threads()
-            raise _refused(error, self.target) from error
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close_threads()
-        if self._committed:
-            return
-        try:
-            _remove_unfinished(self.temp)
-        except OSError as problem:
-            logger.warning("could not remove %s: %s", self.temp, problem)
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Wait for what was handed to the disk; nothing can be written any more."""
+        self._crc_threads.shutdown()
+        self._sync_thread.shutdown()
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a safetensors file from CPU tensors, straight from their memory where they are contiguous."""
@@ -213,59 +209,27 @@ class FolderWriter:
                 file.append(memoryview(piece))
         self.records[name] = FileRecord(file.size, crc)
 
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A folder for files that other code writes, to be copied with `copy_file`. It is gone before the commit."""
-        path = self.temp / ".scratch"
-        try:
-            path.mkdir()
-            yield path
-            shutil.rmtree(path)
-        except OSError as error:
-            raise _refused(error, self.target) from error
+    def settle(self) -> None:
+        """Return when everything written so far is durable, and was read from the disk again and compared with its record.
 
-    def commit(self, manifest: Mapping[str, Any]) -> None:
-        """Make the folder durable and give it its name. `manifest` is completed with the file records and a checksum."""
-        self._wait_for_syncs(0)
-        body = dict(manifest) | {"files": {name: record.to_json() for name, record in sorted(self.records.items())}}
-        self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
-        self._finish(lambda: None)
-
-    def finish_plain(self, check: Callable[[], object]) -> None:
-        """The same for a folder that is no checkpoint and has no manifest.
-
-        Args:
-            check: Called when everything is in `temp` and was read back; what it raises keeps the folder from appearing.
+        The files' pages were dropped from the cache after the fsync. What an earlier call has compared is not read again.
         """
-        self._finish(check)
-
-    def _finish(self, check: Callable[[], object]) -> None:
         self._wait_for_syncs(0)
+        new = {name: record for name, record in self.records.items() if name not in self._settled}
         try:
-            for folder in sorted({(self.temp / name).parent for name in self.records} | {self.temp}):
+            for folder in sorted({(self.temp / name).parent for name in new} | {self.temp}):
                 _sync_folder(folder)
-            self._read_back()
-            check()
-            self.temp.rename(self.target)
-            self._committed = True
-            _sync_folder(self.target.parent)
         except OSError as error:
             raise _refused(error, self.target) from error
-        try:
-            (self.target / MARKER_FILE).unlink()
-        except OSError as error:  # it says nothing beside a manifest
-            logger.warning("could not remove %s: %s", self.target / MARKER_FILE, error)
-
-    def _read_back(self) -> None:
-        """Compare every file with its record, read from the disk: its pages were dropped from the cache after the fsync."""
         started = time.perf_counter()
-        for problem in damages(self.temp, self.records, lambda: self.on_bytes(0)):
+        for problem in damages(self.temp, new, lambda: self.on_bytes(0)):
             raise UserError(
                 f"was not read back as it was written: {problem.what}",
                 problem.where,
                 "the disk or its controller is not to be trusted; the state in memory and older checkpoints are untouched",
             )
-        self.read_back_s = time.perf_counter() - started
+        self._settled |= new.keys()
+        self.read_back_s += time.perf_counter() - started
 
     def _file(self, name: str) -> _OpenFile:
         self._wait_for_syncs(UNSYNCED)
@@ -284,15 +248,102 @@ class FolderWriter:
             except OSError as error:
                 raise _refused(error, self.target / name) from error
 
-    def _close_threads(self) -> None:
-        self._crc_threads.shutdown()
-        self._sync_thread.shutdown()
+
+class FolderWriter(FilesWriter):
+    """Writes one folder that appears whole or not at all; see [Note: life of a checkpoint folder].
+
+    Use as a context manager. Leaving it without `commit` removes what was written. All methods raise UserError, naming the
+    file, when the system refuses a write.
+
+    Args:
+        target: The folder to make. It must not exist, or be empty.
+        on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the writing.
+    """
+
+    def __init__(self, target: Path, on_bytes: Callable[[int], None] = lambda count: None):
+        super().__init__(target.with_name(f"{target.name}.tmp-{os.getpid()}"), target, on_bytes)
+        self._of_others: dict[str, FileRecord] = {}
+        self._committed = False
+
+    def __enter__(self) -> Self:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.target)
+            self.temp.mkdir()
+            (self.temp / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
+        except OSError as error:
+            self.close_files()
+            raise _refused(error, self.target) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close_files()
+        if self._committed:
+            return
+        try:
+            _remove_unfinished(self.temp)
+        except OSError as problem:
+            logger.warning("could not remove %s: %s", self.temp, problem)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for files that other code writes, to be copied with `copy_file`. It is gone before the commit."""
+        path = self.temp / ".scratch"
+        try:
+            path.mkdir()
+            yield path
+            shutil.rmtree(path)
+        except OSError as error:
+            raise _refused(error, self.target) from error
+
+    def take_over(self, records: Mapping[str, FileRecord]) -> None:
+        """Let files that other writers wrote, and read back, belong to the folder. See [Note: several writers]."""
+        for name, record in records.items():
+            try:
+                size = (self.temp / name).stat().st_size
+            except OSError as error:
+                raise _refused(error, self.target / name) from error
+            if size != record.size:
+                raise damaged(self.temp / name, f"has {size} bytes here, another process wrote {record.size}")
+        self._of_others |= records
+
+    def commit(self, manifest: Mapping[str, Any]) -> None:
+        """Make the folder durable and give it its name. `manifest` is completed with the file records and a checksum."""
+        self._wait_for_syncs(0)
+        records = sorted((self.records | self._of_others).items())
+        body = dict(manifest) | {"files": {name: record.to_json() for name, record in records}}
+        self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
+        self._finish(lambda: None)
+
+    def finish_plain(self, check: Callable[[], object]) -> None:
+        """The same for a folder that is no checkpoint and has no manifest.
+
+        Args:
+            check: Called when everything is in `temp` and was read back; what it raises keeps the folder from appearing.
+        """
+        self._finish(check)
+
+    def _finish(self, check: Callable[[], object]) -> None:
+        self.settle()
+        try:
+            check()
+            self.temp.rename(self.target)
+            self._committed = True
+            _sync_folder(self.target.parent)
+        except OSError as error:
+            raise _refused(error, self.target) from error
+        try:
+            (self.target / MARKER_FILE).unlink()
+        except OSError as error:  # it says nothing beside a manifest
+            logger.warning("could not remove %s: %s", self.target / MARKER_FILE, error)
 
 
 class _OpenFile:
     """One file being written; leaving hands it to the fsync thread."""
 
-    def __init__(self, folder: FolderWriter, name: str):
+    def __init__(self, folder: FilesWriter, name: str):
         self._folder, self._name, self.size = folder, name, 0
         self._fd = -1
         self._flushed = 0
@@ -300,7 +351,8 @@ class _OpenFile:
     def __enter__(self) -> _OpenFile:
         path = self._folder.temp / self._name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.parent != self._folder.temp:  # which is not made again where it has been removed
+                path.parent.mkdir(exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _refused(error, self._folder.target / self._name) from error
@@ -547,7 +599,12 @@ def remove_leftovers(parent: Path, target: Path | None = None) -> None:
     for folder in parent.iterdir():
         if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
-            _remove_unfinished(folder)
+            try:
+                _remove_unfinished(folder)
+            except (
+                OSError
+            ) as error:  # another host's writer may still put files into it; its marker is left for the next time
+                logger.warning("could not remove all of %s: %s", folder, error)
 
 
 def remove_folder(folder: Path) -> None:

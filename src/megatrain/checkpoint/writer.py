@@ -5,14 +5,15 @@ saved one by one), or hi and lo where the store keeps whole fp32 masters.
 
 A save has two halves. `plan_save` runs where the model may be looked at (between two steps): it decides everything and refuses
 what cannot work. `write_planned` only moves bytes, from whatever gives it the units' planes, and may run in a thread of its own
-(background.py): it never looks at the live model, whose modules a running step binds and unbinds.
+(background.py): it never looks at the live model, whose modules a running step binds and unbinds. Its three parts, `write_begin`,
+`write_unit` and `write_end`, are there for writers that share one checkpoint (mesh/saving.py).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain import __version__
-from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
+from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FilesWriter, FolderWriter
 from megatrain.checkpoint.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -63,15 +64,37 @@ class UnitFiles:
 
 
 @dataclass(frozen=True)
-class SavePlan:
-    """A save as decided before anything is written.
+class UnitsPlan:
+    """How units are written: the same in every process that writes some of them.
 
     Attributes:
-        directory: The folder to make.
         units: What is written, in forward order; unit k goes to the k-th weights file.
         model: For the family's conversion; a copy on meta where the live model may be in use meanwhile.
         keep_fp32: Full names of weights that are saved as fp32.
         buffers: Unit name -> its persistent buffers, copies on the CPU.
+        weights_only: Leave out lo and moments.
+    """
+
+    units: tuple[Unit, ...]
+    model: PreTrainedModel
+    keep_fp32: frozenset[str]
+    buffers: Mapping[str, dict[str, torch.Tensor]]
+    weights_only: bool
+
+    @property
+    def weights_files(self) -> dict[str, str]:
+        """Unit name -> its weights file."""
+        return {
+            unit.name: weights_file_name(number, len(self.units)) for number, unit in enumerate(self.units, start=1)
+        }
+
+
+@dataclass(frozen=True)
+class SavePlan(UnitsPlan):
+    """A save as decided before anything is written.
+
+    Attributes:
+        directory: The folder to make.
         config: config.json.
         generation: generation_config.json, None where the source folder brings its own or there is none.
         side_files: (name, file) of everything else that is copied.
@@ -83,10 +106,6 @@ class SavePlan:
     """
 
     directory: Path
-    units: tuple[Unit, ...]
-    model: PreTrainedModel
-    keep_fp32: frozenset[str]
-    buffers: Mapping[str, dict[str, torch.Tensor]]
     config: dict[str, Any]
     generation: bytes | None
     side_files: list[tuple[str, Path]]
@@ -96,9 +115,28 @@ class SavePlan:
     source_dtype: str | None
     total_bytes: int
 
-    @property
-    def weights_only(self) -> bool:
-        return self.state is None
+
+def plan_units(
+    structure: Structure,
+    buffers: Mapping[str, torch.Tensor],
+    weights_only: bool = False,
+    model: PreTrainedModel | None = None,
+) -> UnitsPlan:
+    """The part of `plan_save` that every writer of a checkpoint needs; its arguments are explained there."""
+    own = structure.model
+    assert isinstance(own, PreTrainedModel), type(own)
+    owner = unit_of_names(structure)
+    unit_buffers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, buffer in buffers.items():
+        if name in owner:
+            unit_buffers.setdefault(owner[name], {})[name] = buffer.detach().to("cpu", copy=True)
+    return UnitsPlan(
+        units=tuple(unit for unit in structure.units if unit.layout.entries or unit.name in owner.values()),
+        model=model or own,
+        keep_fp32=frozenset(fp32_parameter_names(own, WEIGHTS_DTYPE)),
+        buffers=unit_buffers,
+        weights_only=weights_only,
+    )
 
 
 def plan_save(
@@ -133,27 +171,17 @@ def plan_save(
     """
     directory = Path(directory)
     refuse_if_taken(directory)
-    own = structure.model
-    assert isinstance(own, PreTrainedModel), type(own)
     side_files = list(_side_files(source_folder, trust_remote_code)) if source_folder else []
     config, source_dtype = _config_json(structure, source_folder)  # read before anything is written: it may be damaged
-    keep_fp32 = frozenset(fp32_parameter_names(own, WEIGHTS_DTYPE))
-    owner = unit_of_names(structure)
-    unit_buffers: dict[str, dict[str, torch.Tensor]] = {}
-    for name, buffer in buffers.items():
-        if name in owner:
-            unit_buffers.setdefault(owner[name], {})[name] = buffer.detach().to("cpu", copy=True)
-    generation = getattr(own, "generation_config", None)
+    units = plan_units(structure, buffers, weights_only, model)
+    generation = getattr(structure.model, "generation_config", None)
     has_own = "generation_config.json" in dict(side_files)
-    element_bytes = 4 if weights_only and keep_fp32 else 2 if weights_only else 12
+    element_bytes = 4 if weights_only and units.keep_fp32 else 2 if weights_only else 12
     total_bytes = checkpoint_bytes(store, element_bytes) + sum(file.stat().st_size for _, file in side_files)
     refuse_if_no_room(directory, total_bytes)
     return SavePlan(
+        **vars(units),
         directory=directory,
-        units=tuple(unit for unit in structure.units if unit.layout.entries or unit.name in owner.values()),
-        model=model or own,
-        keep_fp32=keep_fp32,
-        buffers=unit_buffers,
         config=config,
         generation=None if has_own or generation is None else generation.to_json_string(use_diff=True).encode(),
         side_files=side_files,
@@ -182,23 +210,45 @@ def write_planned(
         UserError: The folder exists, or the system refuses a write. Nothing is left behind then.
     """
     with FolderWriter(plan.directory, on_bytes) as folder:
-        folder.write_json("config.json", plan.config)
-        _write_side_files(folder, plan)
-        units_written = _write_units(folder, plan, units)
-        if not plan.weights_only:
-            versions = {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-            folder.write_json(
-                STATE_FILE,
-                {
-                    "version": FORMAT_VERSION,
-                    "versions": versions,
-                    "source_dtype": plan.source_dtype,
-                    "units": {name: {"weights_crc32": files.weights_crc32} for name, files in units_written.items()},
-                    "state": plan.state,
-                },
-            )
-        folder.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": plan.step})
+        write_begin(folder, plan)
+        write_end(folder, plan, {unit.name: write_unit(folder, unit, planes, plan) for unit, planes in units})
     return folder.read_back_s
+
+
+def write_begin(folder: FolderWriter, plan: SavePlan) -> None:
+    """Write what is there beside the units: config, tokenizer and the source folder's other files."""
+    folder.write_json("config.json", plan.config)
+    _write_side_files(folder, plan)
+
+
+def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFiles]) -> None:
+    """Write what lists the units, which all are in the folder, and give the folder its name.
+
+    Args:
+        written: Unit name -> what `write_unit` returned, in any order.
+    """
+    files = plan.weights_files
+    assert written.keys() == files.keys(), files.keys() ^ written.keys()
+    units = {name: written[name] for name in files}
+    weight_map: dict[str, str] = {}
+    for name, unit in units.items():
+        twice = weight_map.keys() & set(unit.keys)
+        assert not twice, f"two units save {sorted(twice)[:3]}"
+        weight_map |= dict.fromkeys(unit.keys, files[name])
+    write_index(folder, weight_map, sum(unit.weights_bytes for unit in units.values()))
+    if not plan.weights_only:
+        versions = {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        folder.write_json(
+            STATE_FILE,
+            {
+                "version": FORMAT_VERSION,
+                "versions": versions,
+                "source_dtype": plan.source_dtype,
+                "units": {name: {"weights_crc32": unit.weights_crc32} for name, unit in units.items()},
+                "state": plan.state,
+            },
+        )
+    folder.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": plan.step})
 
 
 def checkpoint_bytes(store: HostStore, element_bytes: int = 12) -> int:
@@ -230,63 +280,31 @@ def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
         )
 
 
-def write_unit(
-    folder: FolderWriter,
-    unit: Unit,
-    planes: UnitPlanes,
-    model: PreTrainedModel,
-    unit_buffers: Mapping[str, torch.Tensor],
-    keep_fp32: Set[str],
-    weights_file: str,
-    weights_only: bool = False,
-) -> UnitFiles:
-    """Write one unit: its weights under checkpoint names, and its lo, m and v unless `weights_only`.
+def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsPlan) -> UnitFiles:
+    """Write one unit: its weights under checkpoint names, and its lo, m and v unless only weights are asked for.
 
     Args:
         folder: Where to.
         unit: The unit.
-        planes: Its state; a copy does as well as the store's own, and one of hi and lo for `weights_only`.
-        model: For the family's conversion.
-        unit_buffers: Persistent buffers that are saved with this unit, on the CPU.
-        keep_fp32: Full names of weights that are saved as fp32; their lo would say nothing new and is left out.
-        weights_file: Name of the weights file.
+        planes: Its state; a copy does as well as the store's own, and one of hi and lo where only weights are asked for.
+        plan: How. The lo of weights that are saved as fp32 would say nothing new and is left out.
     """
-    weights: dict[str, torch.Tensor] = dict(unit_buffers)
+    weights: dict[str, torch.Tensor] = dict(plan.buffers.get(unit.name, {}))
     rest: dict[str, torch.Tensor] = {}
     for local, full in unit.full_names():
-        if full in keep_fp32:
+        if full in plan.keep_fp32:
             weights[full] = planes.read_master(local)
         else:
             weights[full], rest[state_key("lo", full)] = split(planes, local)
-        if not weights_only:
+        if not plan.weights_only:
             rest[state_key("m", full)] = planes.layout.view(planes.m, local)
             rest[state_key("v", full)] = planes.layout.view(planes.v, local)
     crcs = folder.crcs_of(weights)
-    saved = to_checkpoint(model, weights)
-    folder.write_tensors(weights_file, saved)
-    if not weights_only:
+    saved = to_checkpoint(plan.model, weights)
+    folder.write_tensors(plan.weights_files[unit.name], saved)
+    if not plan.weights_only:
         folder.write_tensors(f"{STATE_FOLDER}/{unit.name}.safetensors", rest)
     return UnitFiles(crcs, list(saved), sum(t.numel() * t.element_size() for t in saved.values()))
-
-
-def _write_units(
-    folder: FolderWriter, plan: SavePlan, units: Iterable[tuple[Unit, UnitPlanes]]
-) -> dict[str, UnitFiles]:
-    """Returns the units in the plan's order, whatever the order they came in."""
-    names = {unit.name: weights_file_name(number, len(plan.units)) for number, unit in enumerate(plan.units, start=1)}
-    written: dict[str, UnitFiles] = {}
-    weight_map: dict[str, str] = {}
-    for unit, planes in units:
-        own = plan.buffers.get(unit.name, {})
-        files = written[unit.name] = write_unit(
-            folder, unit, planes, plan.model, own, plan.keep_fp32, names[unit.name], plan.weights_only
-        )
-        twice = weight_map.keys() & set(files.keys)
-        assert not twice, f"two units save {sorted(twice)[:3]}"
-        weight_map |= dict.fromkeys(files.keys, names[unit.name])
-    assert written.keys() == names.keys(), names.keys() ^ written.keys()
-    write_index(folder, weight_map, sum(files.weights_bytes for files in written.values()))
-    return {name: written[name] for name in names}
 
 
 def weights_file_name(number: int, count: int) -> str:

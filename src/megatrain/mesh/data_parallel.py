@@ -8,20 +8,30 @@ microbatches, never averaged: the divide factor is 1 and every reduction a sum.
 Tensor parallel cuts a parameter along one dimension, FSDP cuts what is left along dimension 0, both as `torch.chunk` does. What
 a rank holds is therefore a box of the whole parameter: offsets and sizes. Loading, gathering and saving work with boxes and
 need nothing of DTensor's (strided) placements.
+
+[Note: what stays in fp32]
+Some families compute their routers in fp32 whatever the rest computes in. An FSDP unit has one type to compute in, so the modules
+that hold such parameters, and no others, are units of their own. Some are never called, their parent reads the weights: so the
+layer gathers these units, and they stay gathered until the end of its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatrain.errors import UserError
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.stage import Stage
+
+FP32_POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,39 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[leaf] = buffer.to(device)
 
 
-def shard(stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_unsharded: bool) -> dict[str, Box]:
+def modules_in_fp32(layer: nn.Module, kept: Collection[str], prefix: str) -> list[nn.Module]:
+    """The outermost modules inside a layer all of whose parameters are kept in fp32. See [Note: what stays in fp32].
+
+    Args:
+        kept: Full names of such parameters, and maybe of others.
+        prefix: Of the layer's names.
+
+    Raises:
+        UserError: A parameter sits beside others that are not kept.
+    """
+    left = {name for name, _ in layer.named_parameters(prefix=prefix) if name in kept}
+    found: list[nn.Module] = []
+    for path, module in layer.named_modules(prefix=prefix):
+        inside = {name for name, _ in module.named_parameters(prefix=path)}
+        if inside and inside <= left and path != prefix:
+            found.append(module)
+            left -= inside
+    if left:
+        raise UserError(
+            f"{min(left)} must stay in fp32 and sits in a module that computes in bf16, which is not done here",
+            "precision.compute_dtype",
+            "fp32 compute would fit",
+        )
+    return found
+
+
+def shard(
+    stage: Stage,
+    devices: Devices,
+    policy: MixedPrecisionPolicy,
+    keep_unsharded: bool,
+    in_fp32: Collection[str] = frozenset(),
+) -> dict[str, Box]:
     """Materialise a stage, layer by layer, and shard it over the fsdp ranks.
 
     Args:
@@ -94,6 +136,7 @@ def shard(stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_uns
         policy: Compute and reduction types.
         keep_unsharded: Parameters stay gathered from forward to backward: pipeline schedules go through a stage many
             times.
+        in_fp32: Names of parameters that compute in fp32 whatever the policy.
 
     Returns:
         Box of each parameter by Hugging Face name, tied ones under each of the stage's names.
@@ -107,8 +150,11 @@ def shard(stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_uns
             shape[dim] = length
         boxes[name] = box_of(tuple(shape), dim, (at.tensor, layout.tensor), (devices.fsdp_rank, layout.fsdp))
     mesh = devices.fsdp_mesh
-    for layer in stage.own_layers():
+    for path, layer in stage.named_own_layers():
         materialise(layer, devices.device)
+        for module in modules_in_fp32(layer, in_fp32, path):
+            unit = fully_shard(module, mesh=mesh, mp_policy=FP32_POLICY, reshard_after_forward=False)
+            layer.register_forward_pre_hook(functools.partial(_gather, unit))
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_unsharded)
     materialise(stage, devices.device)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -118,6 +164,10 @@ def shard(stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_uns
             module.set_force_sum_reduction_for_comms(True)
     _check_boxes(stage, boxes)
     return boxes
+
+
+def _gather(unit: FSDPModule, layer: nn.Module, args: Any) -> None:
+    unit.unshard()
 
 
 def local_parameters(stage: Stage) -> dict[str, nn.Parameter]:

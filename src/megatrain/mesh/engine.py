@@ -34,7 +34,7 @@ from megatrain.executor.results import EvalResult, StepResult
 from megatrain.mesh import context, exact, launch
 from megatrain.mesh.batches import Batch, microbatches, without_mask
 from megatrain.mesh.context import TokenMap, zigzag_order
-from megatrain.mesh.data_parallel import local, shard
+from megatrain.mesh.data_parallel import local, modules_in_fp32, shard
 from megatrain.mesh.deferred import Deferred
 from megatrain.mesh.devices import Devices
 from megatrain.mesh.gate import verify_family_cut
@@ -110,6 +110,12 @@ class MeshEngine(EngineBase):
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.layout = layout.checked(config, launch.world_size())
         meta = self._build(model, config, trust_remote_code, attn_implementation)
+        self._in_fp32: set[str] = set()
+        if compute_dtype == "bf16":
+            # Known only of a model that is built for the type.
+            built = build_model(model, config, torch.bfloat16, trust_remote_code, attn_implementation)
+            self._in_fp32 = fp32_parameter_names(built, torch.bfloat16)
+        self.structure = take_apart(meta)
         self._check_model(meta)
         self.compiled = compile == "on" or (compile == "auto" and self.device.type == "cuda")
         """Whether layers are compiled."""
@@ -117,7 +123,6 @@ class MeshEngine(EngineBase):
             self.compiled = False
             logger.info("layers run eager: %s", eager)
         self.config = meta.config
-        self.structure = take_apart(meta)
         refuse_unmatched_groups(self.structure, self.optim)
         if self.layout.pipeline > 1:
             verify_family_cut(meta.config, trust_remote_code)
@@ -211,10 +216,15 @@ class MeshEngine(EngineBase):
         yield from self._gathered(lambda parameter: parameter.detach())
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole gradient on the CPU) after `backward`, before clipping. Collective: exhaust it on every rank."""
+        """(HF name, whole gradient on the CPU) after `backward`, before clipping. Collective: exhaust it on every rank.
+
+        Frozen parameters have zeros.
+        """
         self._refuse_closed()
 
         def gradient(parameter: torch.Tensor) -> torch.Tensor:
+            if not parameter.requires_grad:
+                return torch.zeros_like(parameter)
             assert parameter.grad is not None, "call backward first"
             return parameter.grad
 
@@ -361,8 +371,10 @@ class MeshEngine(EngineBase):
     # ---------------------------------------------------------------- construction
 
     def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
-        """The whole model on meta, in the masters' type."""
+        """The whole model on meta, in the masters' type, also where the family's code asks for fp32."""
         meta = build_model(model, config, MASTERS[self._compute], trust_remote_code, attention)
+        for parameter in meta.parameters():
+            parameter.data = parameter.data.to(MASTERS[self._compute])
         if self.layout.context > 1:
             if not getattr(meta, "_supports_attention_backend", False):
                 raise UserError(
@@ -375,10 +387,12 @@ class MeshEngine(EngineBase):
 
     def _check_model(self, meta: Any) -> None:
         problems = []
-        if self._compute == "bf16":
-            kept = sorted(fp32_parameter_names(meta, torch.bfloat16))
-            if kept:
-                problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not do here; fp32 compute would")
+        stack: Any = meta.get_submodule(self.structure.layers_name)
+        for index, layer in enumerate(stack):
+            modules_in_fp32(layer, self._in_fp32, f"{self.structure.layers_name}.{index}")
+        edges = {name for unit in (self.structure.embedding, self.structure.head) for _, name in unit.full_names()}
+        if kept := sorted(edges & self._in_fp32):
+            problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not do here; fp32 compute would")
         if (
             self.layout.pipeline > 1
             and dropout_keys(meta.config.get_text_config())
@@ -437,7 +451,7 @@ class MeshEngine(EngineBase):
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self._compute == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        boxes = shard(stage, self.devices, policy, keep_unsharded=layout.pipeline > 1)
+        boxes = shard(stage, self.devices, policy, layout.pipeline > 1, self._in_fp32)
         if not part.first or layout.tensor > 1:
             stage.hook_entry()
         return stage, boxes

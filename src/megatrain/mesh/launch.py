@@ -6,6 +6,12 @@ When torchrun restarts its processes they meet in the same store as before, unle
 ever. Restart counts do not help, because the agents of different nodes count differently. So the ranks agree on a prefix that
 was never used before: each says hello with a random word, rank 0 publishes the list of the words it sees with a word of its own,
 and a rank that finds its own word of today in the list takes rank 0's as the prefix. Rank 0 publishes again until all have.
+
+[Note: errors that come again]
+torchrun starts its processes again after every exit code but 0, and has no word for an error that would only come again. Such an
+error is left in the store that outlives the processes: the next attempts find it before they read a model, and end with it at
+once. The store lives as long as torchrun itself, so a job that is submitted again starts afresh. Where torchrun's agents do not
+host it (`TORCHELASTIC_USE_AGENT_STORE`) it goes with rank 0, and every attempt finds the error for itself.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ _timeout_s: float = TIMEOUT_S
 """Of the process group that `join` made."""
 _shared: Any = None
 """The store of the latest `join` under torchrun, whatever its attempt."""
+_END = "megatrain/end"
 
 
 def world_size() -> int:
@@ -102,6 +109,31 @@ def note_begun(folder: Path) -> None:
 def has_begun(folder: Path) -> bool:
     """Whether an earlier attempt of the same job has begun the run in `folder`. False where the store went with it."""
     return _shared is not None and _shared.check([f"megatrain/begun/{folder.absolute()}"])
+
+
+def note_end(code: int, text: str) -> None:
+    """This job ends with an error that comes again; the first one counts. See [Note: errors that come again]."""
+    if (store := _store_of_all_attempts()) is not None:
+        store.compare_set(_END, "", json.dumps([code, text]))
+
+
+def noted_end() -> tuple[int, str] | None:
+    """(exit code, text) of the error that ended an earlier attempt of this job, if it comes again."""
+    store = _store_of_all_attempts()
+    if store is None or not store.check([_END]):
+        return None
+    code, text = json.loads(store.get(_END))
+    return code, text
+
+
+def _store_of_all_attempts() -> Any:
+    """None outside torchrun, and where the store is one attempt's."""
+    global _shared
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if _shared is None:
+        _shared, _, _ = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=TIMEOUT_S))))
+    return _shared
 
 
 def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> str:

@@ -3,8 +3,9 @@
 [Note: what a rank holds]
 Masters, both moments and reduced gradients in fp32, sharded over the fsdp ranks: 16 bytes an element. With a pipeline, parameters
 stay gathered in the compute type from the first forward to the last backward, and gradients of all microbatches are summed
-unreduced in fp32. Without one, the edges (embedding, final norm, head) stay gathered, and beside them at most three layers: the
-one in work, the next, and the one just left.
+unreduced in fp32. These sums give way to the reduced gradients unit by unit, so that at the worst moment, before the first is
+reduced, masters and moments alone are sharded. Without a pipeline, the edges (embedding, final norm, head) stay gathered, and
+beside them at most three layers: the one in work, the next, and the one just left.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ def state_lines(pipeline: bool, held: Held, compute_bytes: int) -> dict[str, flo
         pipeline: Whether there are pipeline ranks.
         compute_bytes: Of an element in forward and backward.
     """
-    lines: dict[str, float] = {"masters, moments, gradients (16 bytes, sharded)": 16 * held.sharded}
+    lines: dict[str, float] = {}
     if pipeline:
+        lines["masters, moments (12 bytes, sharded)"] = 12 * held.sharded
         lines["gathered weights"] = compute_bytes * held.whole
         lines["gradient sums of gathered weights (fp32)"] = 4 * held.whole
-        lines["gradients being reduced"] = 4 * held.largest
+        lines["gradients being reduced"] = (compute_bytes + 4) * held.largest
     else:
+        lines["masters, moments, gradients (16 bytes, sharded)"] = 16 * held.sharded
         lines["gathered weights"] = compute_bytes * (held.edges + 3 * held.largest)
         lines["gradients being reduced"] = (compute_bytes + 4) * (held.edges + 2 * held.largest)
     return lines
@@ -84,9 +87,10 @@ def memory_problem(structure: Structure, layout: Layout, device_bytes: int, comp
     if needed <= device_bytes:
         return None
     lines = ", ".join(f"{name} {size / GIB:.1f}" for name, size in ledgers[rank].items())
-    fixed = needed - ledgers[rank]["masters, moments, gradients (16 bytes, sharded)"]
+    sharded = next(size for name, size in ledgers[rank].items() if "sharded" in name)
+    fixed = needed - sharded
     if fixed < device_bytes:
-        times = -(-16 * held[rank].sharded // (device_bytes - fixed))
+        times = -(-sharded // (device_bytes - fixed))
         fits = f"shard {int(layout.fsdp * times // layout.context)} or more would fit the state"
     else:
         fits = "more tensor or pipeline ranks are needed: what is gathered does not fit however much is sharded"

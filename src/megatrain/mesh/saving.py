@@ -2,44 +2,61 @@
 
 [Note: a mesh save]
 Between two steps every rank copies what it sends (see [Note: who sends what] in state.py) to host memory, and training goes on.
-A thread on each rank then hands the copies, unit by unit, to rank 0 over a gloo group of the saves' own, where nothing that
-training sends can come between. Rank 0 writes each unit as the host engine does, and holds one gathered unit at a time. Only when
-every file was fsynced, read back and compared, and the folder has its name, do the other ranks hear that the save has ended.
+A thread on each rank then hands the copies to the ranks that write, one of each host, over a gloo group of the saves' own, where
+nothing that training sends can come between. Units are gathered in rounds ([Note: rounds] in writers.py), and written as the host
+engine does it, into one folder ([Note: several writers] in checkpoint/files.py) that rank 0 has made. A writer holds two gathered
+units at most: one that is being written, and one that is being gathered. Only when every file was fsynced, read back and
+compared, and the folder has its name, do the ranks hear that the save has ended.
 
 The copies are bounded: units for which some rank has no room are sent from the live state first, while training waits.
 
-Rank 0 names every unit before it is gathered, so that an error there (a full disk) ends the waiting everywhere.
+Before every round, and before every step of the end, all ranks say whether they go on: an error anywhere (a full disk, a failed
+read) ends the save everywhere. What fails in the midst of a round is said at its end, so that nobody waits for a message in vain.
+Rank 0 removes the folder when the other writers have closed their files.
+
+Where a writer does not see the folder, because the hosts do not share a file system, rank 0 writes all of it, with a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatrain.checkpoint.background import SaveCancelled, SaveProgress, explain
 from megatrain.checkpoint.desk import OnError, SaveOptions
-from megatrain.checkpoint.writer import SavePlan, plan_save, write_planned
+from megatrain.checkpoint.files import MARKER_FILE, FileRecord, FilesWriter, FolderWriter
+from megatrain.checkpoint.writer import (
+    SavePlan,
+    UnitFiles,
+    UnitsPlan,
+    plan_save,
+    plan_units,
+    write_begin,
+    write_end,
+)
 from megatrain.errors import UserError
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import UnitPlanes
 from megatrain.mesh.devices import Devices
-from megatrain.mesh.state import MeshState, agree
-from megatrain.models.structure import Structure, Unit
+from megatrain.mesh.state import MeshState
+from megatrain.mesh.writers import UnitWriter, by_size, first_of_hosts, rounds
+from megatrain.models.structure import Structure
 
 logger = logging.getLogger(__name__)
 
-
-FINISHED, FAILED = -1, -2
-"""Words of rank 0 beside the numbers of units."""
+T = TypeVar("T")
+Share = tuple[dict[str, FileRecord], dict[str, UnitFiles]]
+"""What a writer tells rank 0 about: its files, and its units."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +65,14 @@ class SaveJob:
 
     Attributes:
         directory: The folder to make.
-        plan: On rank 0; None elsewhere.
-        weights_only: Masters alone are gathered.
+        units: How units are written.
+        plan: The whole of it, on rank 0; None elsewhere.
         then: Called on every rank when the checkpoint is whole and was read back; its errors are the save's.
     """
 
     directory: Path
+    units: UnitsPlan
     plan: SavePlan | None
-    weights_only: bool
     then: Callable[[], object]
 
 
@@ -64,6 +81,7 @@ class MeshSave:
 
     Args:
         job: The same on every rank, but for the plan.
+        writers: The ranks that write, rank 0 among them.
         state: The live state; at rest until this returns.
         group: A gloo group of all ranks that nothing else uses.
         device: Of this rank.
@@ -73,18 +91,24 @@ class MeshSave:
     def __init__(
         self,
         job: SaveJob,
+        writers: Sequence[int],
         state: MeshState,
         group: dist.ProcessGroup,
         device: torch.device,
         buffer_bytes: int | None,
     ):
         self._job, self._state, self._group, self._device = job, state, group, device
-        self._planes = 1 if job.weights_only else 3
-        self._names = list(state.units)
+        self.writers = list(writers)
+        """The ranks that write, or that were to before it was found that they do not see the folder."""
+        self._planes = 1 if job.units.weights_only else 3
+        self._units = {unit.name: unit for unit in job.units.units}
+        self._names = by_size(self._sizes)
         self._copies: dict[str, torch.Tensor] = {}
         self._error: BaseException | None = None
-        self._cancelled = False
-        self._written_bytes = 0
+        self._read_error: BaseException | None = None
+        self._cancelled = self._ended = False
+        self._writer: UnitWriter | None = None
+        self._written_bytes = self._written_elsewhere = 0
         self._read_back_s = self._seconds = 0.0
         self._started = time.perf_counter()
         self.waited_s = 0.0
@@ -110,7 +134,7 @@ class MeshSave:
         self._thread.join()
 
     def error(self) -> UserError | None:
-        """Why it failed, if it has: on rank 0 the reason, elsewhere that rank 0 has one. None too if it was cancelled."""
+        """Why it failed, if it has: the reason, or which rank has it. None too if it was cancelled here."""
         if not self.done() or self._error is None or isinstance(self._error, SaveCancelled):
             return None
         return explain(self._error)
@@ -129,14 +153,21 @@ class MeshSave:
         return self.progress()
 
     def cancel(self, timeout_s: float = 10.0) -> None:
-        """Give the save up at rank 0's next piece. Does not wait for ever: the other ranks may be gone."""
+        """Give the save up, here at the next piece, elsewhere at the next round. Does not wait for ever: the other ranks may
+        be gone."""
         self._cancelled = True
         self._thread.join(timeout_s)
 
     def progress(self) -> SaveProgress:
+        """How far it is: what other ranks have written as of the latest round, of the total that rank 0 alone knows."""
         seconds = self._seconds if self.done() else time.perf_counter() - self._started
         total = self._job.plan.total_bytes if self._job.plan is not None else 0
-        return SaveProgress(self._written_bytes, total, seconds, self.waited_s, self.copied_bytes, self._read_back_s)
+        written = self._written_bytes + self._written_elsewhere
+        return SaveProgress(written, total, seconds, self.waited_s, self.copied_bytes, self._read_back_s)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: unit.layout.numel for name, unit in self._units.items()}
 
     # ---------------------------------------------------------------- copies
 
@@ -161,9 +192,15 @@ class MeshSave:
                 self._copies[name] = self._state.part(name, self._planes)
 
     def _read(self, name: str) -> torch.Tensor:
-        """What this rank sends of a parameter; a copy is given once."""
+        """What this rank sends of a parameter; a copy is given once. Where that fails zeros are sent, and the save will end."""
         copy = self._copies.pop(name, None)
-        return copy if copy is not None else self._state.part(name, self._planes)
+        if copy is not None:
+            return copy
+        try:
+            return self._state.part(name, self._planes)
+        except Exception as error:  # noqa: BLE001  `_check` raises it
+            self._read_error = error
+            return self._state.zeros(name, self._planes)
 
     # ---------------------------------------------------------------- the thread
 
@@ -171,10 +208,8 @@ class MeshSave:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            if self._job.plan is not None:
-                self._write(self._job.plan)
-            else:
-                self._follow()
+            with contextlib.ExitStack() as stack:
+                self._save(stack)
             self._job.then()
         except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it, whatever it is
             self._error = error
@@ -182,45 +217,147 @@ class MeshSave:
         self._seconds = time.perf_counter() - self._started
         self._live_sent.set()
 
-    def _write(self, plan: SavePlan) -> None:
-        """On rank 0."""
-        written = False
+    def _save(self, stack: contextlib.ExitStack) -> None:
+        """See [Note: a mesh save]. On the stack is what must be closed, whatever happens."""
+        folder = self._together(lambda: self._begin(stack))
+        part = self._join(folder, stack)
+        stack.callback(self._stop_writing)
+        if part is not None:
+            self._writer = UnitWriter(part, self._job.units)
+        sent = 0
+        for units in rounds(self._sizes, self.writers):
+            whole = self._together(lambda units=units: self._room(units))
+            self._state.gather(units, whole, self._read, self._group, self._planes)
+            sent += len(units)
+            if sent >= self._first_copied:
+                self._live_sent.set()
+            if self._writer is not None and whole is not None:
+                self._writer.put(self._units[whole.name], whole)
+        self._together(self._settle)
+        shares = self._gathered_shares()
+        self._together(lambda: self._end(folder, shares))
+
+    def _begin(self, stack: contextlib.ExitStack) -> FolderWriter | None:
+        """Make the folder, on rank 0."""
+        if self._job.plan is None:
+            return None
+        folder = stack.enter_context(FolderWriter(self._job.directory, self._count))
+        write_begin(folder, self._job.plan)
+        return folder
+
+    def _join(self, folder: FolderWriter | None, stack: contextlib.ExitStack) -> FilesWriter | None:
+        """Agree on who writes: the writers if all of them see rank 0's folder, else rank 0. Returns where this rank writes."""
+        said: list[Any] = [None]
+        if folder is not None:
+            said = [(folder.temp.name, (folder.temp / MARKER_FILE).read_text(encoding="utf-8"))]
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        temp = self._job.directory.with_name(said[0][0])
+        me = dist.get_rank()
+        blind = first_rank(me in self.writers and not _is_marked(temp, said[0][1]), self._group)
+        if blind is not None:
+            self.writers = [0]
+            if folder is not None:
+                logger.warning(
+                    "rank %d does not see %s: the hosts share no file system there, and rank 0 alone writes the checkpoint",
+                    blind, temp,
+                )  # fmt: skip
+        if folder is not None or me not in self.writers:
+            return folder
+        return stack.enter_context(FilesWriter(temp, self._job.directory, self._count))
+
+    def _check(self) -> None:
+        """Raise why this rank cannot go on."""
+        if self._cancelled:
+            raise SaveCancelled(f"{self._job.directory}: given up")
+        if self._read_error is not None:
+            raise self._read_error
+        if self._writer is not None:
+            self._writer.check()
+
+    def _room(self, units: Mapping[int, str]) -> UnitPlanes | None:
+        """Memory for the unit that this rank gets in a round."""
+        self._check()
+        name = units.get(dist.get_rank())
+        return None if name is None else self._state.empty_planes(name, self._planes)
+
+    def _settle(self) -> None:
+        self._check()
+        if self._writer is not None:
+            self._writer.settle()
+
+    def _gathered_shares(self) -> list[Share | None]:
+        """On rank 0, what each rank has written."""
+        me = dist.get_rank()
+        mine: Share | None = None
+        if self._writer is not None:
+            mine = self._writer.part.records, self._writer.written
+        found: list[Share | None] = [None] * dist.get_world_size()
+        dist.gather_object(mine, found if me == 0 else None, dst=0, group=self._group)
+        return found
+
+    def _end(self, folder: FolderWriter | None, shares: Sequence[Share | None]) -> None:
+        """Finish the folder, on rank 0."""
+        if folder is None or self._job.plan is None:
+            return
+        written: dict[str, UnitFiles] = {}
+        for rank, share in enumerate(shares):
+            if share is not None:
+                records, units = share
+                written |= units
+                if rank != 0:
+                    folder.take_over(records)
+        write_end(folder, self._job.plan, written)
+        self._read_back_s = folder.read_back_s
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do something on every rank, and go on if it succeeded on all of them. Collective.
+
+        Raises:
+            The error of this rank, or a UserError that names the first rank that has one. Nothing is being written then.
+        """
+        done: list[T] = []
+        error: BaseException | None = None
         try:
-            self._read_back_s = write_planned(plan, self._units(plan), self._count)
-            written = True
-        finally:
-            self._say(FINISHED if written else FAILED)
+            done.append(work())
+        except BaseException as problem:  # noqa: BLE001  raised below, when all ranks know
+            error = problem
+        written = self._written_bytes
+        words = torch.tensor([int(error is not None), written])
+        dist.all_reduce(words, group=self._group)
+        failed, written_by_all = words.tolist()
+        self._written_elsewhere = written_by_all - written
+        if failed:
+            self._stop_writing()
+            first = first_rank(error is not None, self._group)
+            assert first is not None
+            raise error or _failed_on(first, self._job.directory)
+        return done[0]
 
-    def _units(self, plan: SavePlan) -> Iterator[tuple[Unit, UnitPlanes]]:
-        wanted = {unit.name: unit for unit in plan.units}
-        for number, name in enumerate(self._names):
-            if name in wanted:
-                self._say(number)
-                yield wanted[name], self._gathered(number)
-        self._live_sent.set()
-
-    def _follow(self) -> None:
-        """On the other ranks: send what rank 0 asks for."""
-        while (word := self._say(0)) >= 0:
-            self._gathered(word)
-        if word == FAILED:
-            raise _rank_0_failed(self._job.directory)
-
-    def _gathered(self, number: int) -> UnitPlanes:
-        planes = self._state.gather(self._names[number], self._read, self._group, self._planes)
-        if number >= self._first_copied - 1:
-            self._live_sent.set()
-        return planes
-
-    def _say(self, word: int) -> int:
-        said = torch.tensor([word])
-        dist.broadcast(said, src=0, group=self._group)
-        return int(said.item())
+    def _stop_writing(self) -> None:
+        self._ended = True
+        if self._writer is not None:
+            self._writer.end()
 
     def _count(self, count: int) -> None:
         self._written_bytes += count
-        if self._cancelled:
+        if self._cancelled or self._ended:
             raise SaveCancelled(f"{self._job.directory}: given up")
+
+
+def first_rank(says_so: bool, group: dist.ProcessGroup) -> int | None:
+    """The first rank that says so. Collective."""
+    world = dist.get_world_size()
+    word = torch.tensor([dist.get_rank() if says_so else world])
+    dist.all_reduce(word, op=dist.ReduceOp.MIN, group=group)
+    return None if word.item() == world else int(word.item())
+
+
+def _is_marked(temp: Path, marker: str) -> bool:
+    """Whether this is the folder that rank 0 has made."""
+    try:
+        return (temp / MARKER_FILE).read_text(encoding="utf-8") == marker
+    except OSError:
+        return False
 
 
 def _ranks_here() -> int:
@@ -245,6 +382,7 @@ class SaveDesk:
         buffers: The model's persistent buffers by full name.
         source_folder: Where the model came from.
         devices: The mesh.
+        writers: The ranks that write, rank 0 among them; None: the first of every host.
     """
 
     def __init__(
@@ -254,43 +392,48 @@ class SaveDesk:
         buffers: Mapping[str, torch.Tensor],
         source_folder: Path | None,
         devices: Devices,
+        writers: Sequence[int] | None = None,
     ):
         self._structure, self._state, self._buffers, self._source_folder = structure, state, buffers, source_folder
         self._devices = devices
+        self.writers = first_of_hosts(devices.save_group) if writers is None else list(writers)
         self._on_error: OnError = "stop"
         self.saving: MeshSave | None = None
 
     def start(self, directory: Path, kept: Mapping[str, Any], options: SaveOptions) -> MeshSave:
         """Begin a save, behind the one that may still run. Collective. See `MeshEngine.save`."""
         self.end()
-        plan = self._planned(directory, kept, options.weights_only)
-        job = SaveJob(directory, plan, options.weights_only, options.then)
-        save = MeshSave(job, self._state, self._devices.save_group, self._devices.device, options.buffer_bytes)
+        job = self._planned(directory, kept, options)
+        group, device = self._devices.save_group, self._devices.device
+        save = MeshSave(job, self.writers, self._state, group, device, options.buffer_bytes)
         self.saving, self._on_error = save, "stop" if options.wait else options.on_error
         if options.wait:
             self.end()
         return save
 
-    def _planned(self, directory: Path, kept: Mapping[str, Any], weights_only: bool) -> SavePlan | None:
-        """On rank 0; every rank learns whether there is a plan."""
-        if dist.get_rank() != 0:
-            if not agree(True, self._devices.device):
-                raise _rank_0_failed(directory)
-            return None
-        plan: SavePlan | None = None
+    def _planned(self, directory: Path, kept: Mapping[str, Any], options: SaveOptions) -> SaveJob:
+        """Rank 0 decides; every rank learns whether it can be done."""
+        job: SaveJob | None = None
         try:
-            plan = plan_save(
-                directory,
-                structure=self._structure,
-                store=self._state,  # type: ignore[arg-type]
-                buffers=self._buffers,
-                state=kept,
-                source_folder=self._source_folder,
-                weights_only=weights_only,
-            )
+            units = plan_units(self._structure, self._buffers, options.weights_only)
+            plan = self._whole_plan(directory, kept, options.weights_only) if dist.get_rank() == 0 else None
+            job = SaveJob(directory, units, plan, options.then)
         finally:
-            agree(plan is not None, self._devices.device)
-        return plan
+            failed = first_rank(job is None, self._devices.save_group)
+        if failed is not None or job is None:
+            raise _failed_on(failed or 0, directory)
+        return job
+
+    def _whole_plan(self, directory: Path, kept: Mapping[str, Any], weights_only: bool) -> SavePlan:
+        return plan_save(
+            directory,
+            structure=self._structure,
+            store=self._state,  # type: ignore[arg-type]
+            buffers=self._buffers,
+            state=kept,
+            source_folder=self._source_folder,
+            weights_only=weights_only,
+        )
 
     def look(self) -> None:
         """Between two steps: what became of the save in the background. Collective."""
@@ -327,5 +470,5 @@ class SaveDesk:
             logger.error("the checkpoint was not saved: %s", error)
 
 
-def _rank_0_failed(directory: Path) -> UserError:
-    return UserError("rank 0 could not write the checkpoint", str(directory), "see rank 0's error")
+def _failed_on(rank: int, directory: Path) -> UserError:
+    return UserError(f"rank {rank} could not write the checkpoint", str(directory), f"see rank {rank}'s error")

@@ -137,10 +137,15 @@ class Stage(nn.Module):
         head = with_submodule(model, structure.base_name, _GivenStates(base, layers_path))
         # Beside the module tree: they are parts of `model`, whose names must not occur twice.
         self._beside = (base, head, model.get_submodule(structure.layers_name))
+        self._layers_name = structure.layers_name
         self._entering: torch.Tensor | None = None
 
     def own_layers(self) -> list[nn.Module]:
         return [self._beside[2][i] for i in self.part.layers]  # type: ignore[index]
+
+    def named_own_layers(self) -> list[tuple[str, nn.Module]]:
+        """With their Hugging Face names."""
+        return [(f"{self._layers_name}.{i}", self._beside[2][i]) for i in self.part.layers]  # type: ignore[index]
 
     def hook_entry(self) -> None:
         """Put received hidden states in front of the first own layer. To be called after everything else that hooks it."""

@@ -1,17 +1,23 @@
 """The state of all ranks in the shape that loading and saving expect: units with a fp32 master and moments m, v.
 
 The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
-what they write into it, every rank cuts its boxes from; for saving, a unit is gathered on rank 0 (saving.py). So both engines
-share one checkpoint format, and any layout reads any other's.
+what they write into it, every rank cuts its boxes from; for saving, units are gathered on the ranks that write (saving.py). So
+both engines share one checkpoint format, and any layout reads any other's.
 
 [Note: who sends what]
 Every element has one sender: the first replicate rank, the first tensor rank of what tensor ranks share, the first stage of what
 is tied. A parameter is gathered by point-to-point messages of exactly these boxes.
+
+[Note: many gathers at once]
+Several ranks get a unit each at the same time. In turn s of as many as there are ranks, rank r sends to rank r - s what that one
+needs, and gets from rank r + s: at each moment nobody gets from two or sends to two, and hosts receive side by side. A rank that
+waits for a message has room for it alone. Who receives says so before it sends, so that two that wait for each other meet.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +78,6 @@ class MeshState:
         }
         self._senders: list[dict[str, Box]] = [{}] * devices.layout.world
         dist.all_gather_object(self._senders, sent)
-        self._sent = sent
         self.units = {unit.name: _UnitView(self, unit) for unit in structure.units}
 
     @property
@@ -93,7 +98,7 @@ class MeshState:
     def restoring(self, name: str) -> Iterator[UnitPlanes]:
         """Whole fp32 planes of a unit to be filled; this rank's boxes are cut from them at the end."""
         unit = self._unit(name)
-        planes = _empty_planes(unit)
+        planes = _empty_planes(unit, 3)
         yield planes
         for entry_name, full in unit.full_names():
             self.write(full, unit.layout.view(planes.hi, entry_name))
@@ -137,11 +142,15 @@ class MeshState:
 
     def sent_names(self, unit: str) -> list[str]:
         """Parameters of a unit of which this rank sends a box. See [Note: who sends what]."""
-        return [full for _, full in self._unit(unit).full_names() if full in self._sent]
+        return self._sent_by(dist.get_rank(), unit)
 
     def sent_bytes(self, unit: str, planes: int) -> int:
         """Of what `part` gives for them."""
-        return 4 * planes * sum(math.prod(self._sent[name].sizes) for name in self.sent_names(unit))
+        return 4 * planes * sum(math.prod(self._senders[dist.get_rank()][name].sizes) for name in self.sent_names(unit))
+
+    def zeros(self, name: str, planes: int) -> torch.Tensor:
+        """(planes, box), of the size that `part` gives."""
+        return self._values(dist.get_rank(), name, planes).zero_()
 
     def part(self, name: str, planes: int) -> torch.Tensor:
         """(planes, box): this rank's master, and with 3 planes m and v, in fp32: a copy on the CPU, made when it returns.
@@ -151,53 +160,73 @@ class MeshState:
         held = self._held[name][0]
         state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
         sources = [held.parameter.detach(), *(state.get(key) for key in ("exp_avg", "exp_avg_sq"))]
-        values = torch.zeros((planes, *held.box.sizes), dtype=torch.float32)
+        values = self.zeros(name, planes)
         for value, source in zip(values, sources, strict=False):
             if source is not None:
                 value.copy_(local(source).reshape(value.shape))
         return values
 
+    def empty_planes(self, unit: str, planes: int) -> UnitPlanes:
+        """For `gather` to fill; with 1 plane there are no m and v."""
+        return _empty_planes(self._unit(unit), planes)
+
     def gather(
-        self, name: str, read: Callable[[str], torch.Tensor], group: dist.ProcessGroup, planes: int
-    ) -> UnitPlanes:
-        """A unit's planes. Collective: rank 0 gets them, the other ranks get empty ones.
+        self,
+        units: Mapping[int, str],
+        whole: UnitPlanes | None,
+        read: Callable[[str], torch.Tensor],
+        group: dist.ProcessGroup,
+        planes: int,
+    ) -> None:
+        """Units at once, each to the rank that it is for. Collective. See [Note: many gathers at once].
 
         Args:
-            name: The unit.
+            units: Rank -> the unit that it gets.
+            whole: On these ranks, `empty_planes` of the unit, which are filled; None elsewhere.
             read: Gives what `part` gives, now or from a copy.
             group: All ranks, with gloo.
-            planes: 3, or 1 for masters alone: m and v are zero then.
+            planes: 3, or 1 for masters alone.
         """
-        unit, me = self._unit(name), dist.get_rank()
-        whole = _empty_planes(unit) if me == 0 else _no_planes(unit)
-        for entry_name, full in unit.full_names():
-            for rank, boxes in enumerate(self._senders):
-                if full not in boxes or me not in (rank, 0):
-                    continue
-                if rank != me:
-                    values = torch.empty((planes, *boxes[full].sizes), dtype=torch.float32)
-                    dist.recv(values, src=rank, group=group)
-                else:
-                    values = read(full)
-                if me != 0:
-                    dist.send(values, dst=0, group=group)
-                    continue
-                for plane, value in zip((whole.hi, whole.m, whole.v), values, strict=False):
-                    unit.layout.view(plane, entry_name)[boxes[full].slices] = value
-        return whole
+        me, world = dist.get_rank(), dist.get_world_size()
+        for turn in range(world):
+            source, target = (me + turn) % world, (me - turn) % world
+            incoming = self._sent_by(source, units[me]) if me in units else []
+            outgoing = self._sent_by(me, units[target]) if target in units else []
+            if turn == 0:
+                for name in incoming:
+                    self._lay_in(whole, me, name, read(name))
+                continue
+            for coming, going in itertools.zip_longest(incoming, outgoing):
+                values = self._values(source, coming, planes) if coming is not None else torch.empty(0)
+                arrival = dist.irecv(values, src=source, group=group) if coming is not None else None
+                if going is not None:
+                    dist.send(read(going), dst=target, group=group)
+                if coming is not None and arrival is not None:
+                    arrival.wait()
+                    self._lay_in(whole, source, coming, values)
+
+    def _values(self, sender: int, name: str, planes: int) -> torch.Tensor:
+        """Room for what a rank sends of a parameter, (planes, box)."""
+        return torch.empty((planes, *self._senders[sender][name].sizes), dtype=torch.float32)
+
+    def _sent_by(self, rank: int, unit: str) -> list[str]:
+        return [full for _, full in self._unit(unit).full_names() if full in self._senders[rank]]
+
+    def _lay_in(self, whole: UnitPlanes | None, sender: int, name: str, values: torch.Tensor) -> None:
+        """Put a box of a parameter, (planes, box), where it belongs in its unit."""
+        assert whole is not None
+        local_name = name.removeprefix(self._unit(whole.name).prefix)
+        for plane, value in zip((whole.hi, whole.m, whole.v), values, strict=False):
+            whole.layout.view(plane, local_name)[self._senders[sender][name].slices] = value
 
     def _unit(self, name: str) -> Unit:
         return next(unit for unit in self._structure.units if unit.name == name)
 
 
-def _empty_planes(unit: Unit) -> UnitPlanes:
-    hi, m, v = (torch.zeros(unit.layout.numel, dtype=torch.float32) for _ in range(3))
+def _empty_planes(unit: Unit, planes: int) -> UnitPlanes:
+    sizes = [unit.layout.numel if number < planes else 0 for number in range(3)]
+    hi, m, v = (torch.zeros(size, dtype=torch.float32) for size in sizes)
     return UnitPlanes(unit.name, unit.layout, hi, None, m, v)
-
-
-def _no_planes(unit: Unit) -> UnitPlanes:
-    nothing = torch.empty(0)
-    return UnitPlanes(unit.name, unit.layout, nothing, None, nothing, nothing)
 
 
 def agree(ok: bool, device: torch.device) -> bool:

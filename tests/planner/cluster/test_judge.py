@@ -86,7 +86,7 @@ def test_memory_by_formula(big: Job) -> None:
     part = parts[memory.pipeline_rank]
     whole, sharded = big.inventory.stage(part, 1, 1), big.inventory.stage(part, 1, 32)
     lines = memory.lines
-    assert lines["masters, moments, gradients (16 bytes, sharded)"] == 16 * sharded
+    assert lines["masters, moments (12 bytes, sharded)"] == 12 * sharded
     assert lines["gathered weights"] == 2 * whole
     assert lines["gradient sums of gathered weights (fp32)"] == 4 * whole
     in_flight = 2 - memory.pipeline_rank
