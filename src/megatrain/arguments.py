@@ -136,6 +136,13 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
     init.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="the file to write (default: run.yaml)"
     )
+    init.add_argument(
+        "--columns",
+        metavar="NAME=COLUMN",
+        nargs="+",
+        default=[],
+        help="the format's column names and the data's, where they differ: instruction=question output=answer",
+    )
     data = _command_of_run(
         commands, "data", "show what the data becomes: trained and masked tokens, lengths, rows, rejects"
     )

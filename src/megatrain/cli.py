@@ -165,9 +165,9 @@ def _without_a_config(arguments: argparse.Namespace) -> None:
     """The commands that make a config, look at runs, or at what came of them."""
     match arguments.command:
         case "init":
-            from megatrain.init_config import init_config
+            from megatrain.init_config import init_config, parse_columns
 
-            init_config(arguments.model, arguments.data, arguments.out)
+            init_config(arguments.model, arguments.data, arguments.out, columns=parse_columns(arguments.columns))
         case "plot":
             from megatrain.metrics.compare import plot_runs
             from megatrain.metrics.logger import RunLogger

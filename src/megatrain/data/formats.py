@@ -113,6 +113,13 @@ def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Map
     present = list(dict.fromkeys(column for record in records for column in record))
     known = list(dict.fromkeys(own for f in FORMATS.values() for own in (*f.required, *f.optional)))
     for own, column in mapping.items():
+        if own not in known and own in present and column in known:
+            turned = ", ".join(f"{value}: {key}" for key, value in mapping.items())
+            raise UserError(
+                f"columns: {own}: {column} is written the other way round: the format's name comes first",
+                where,
+                f"write columns: {{{turned}}}",
+            )
         if own not in known:
             raise UserError(f"columns: {own} is no column of any format", where, _closest(own, known))
         if column not in present:
@@ -133,7 +140,7 @@ def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Map
     if name is None or chosen is None or missing:
         wanted = f"format {name} needs {' and '.join(missing)}" if name else "they fit no format"
         listed = ", ".join(present[:12]) + (f" and {len(present) - 12} more" if len(present) > 12 else "")
-        raise UserError(f"the columns are {listed or '(none)'}: {wanted}", where, _columns_remedy(present))
+        raise UserError(f"the columns are {listed or '(none)'}: {wanted}", where, _columns_remedy(present, records))
     used = {own: column_of[own] for own in (*chosen.required, *chosen.optional) if own in column_of}
     if name in ("messages", "sharegpt"):
         # The list of turns goes by several names; both formats call it messages.
@@ -169,10 +176,28 @@ def _closest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
 
 
-def _columns_remedy(present: Sequence[str]) -> str:
-    column = present[0] if present else "body"
+QUESTIONS = ("question", "query", "instruction", "prompt", "problem", "input", "q", "user", "human", "source")
+ANSWERS = ("answer", "response", "output", "completion", "solution", "reply", "a", "assistant", "target")
+"""Names that such columns often have: what a remedy offers, never what is read without being asked."""
+
+
+def _columns_remedy(present: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
+    """What to write: a question and an answer if there are two columns of strings, since as text one would be lost."""
+    strings = [c for c in present if any(isinstance(record.get(c), str) for record in records)]
+    offers = []
+    if len(strings) > 1:
+        answer = next((c for name in ANSWERS for c in strings if c.lower() == name), None)
+        others = [c for c in strings if c != answer]
+        question = next((c for name in QUESTIONS for c in others if c.lower() == name), others[0])
+        answer = answer or next(c for c in strings if c != question)
+        offers.append(
+            f"columns: {{instruction: {question}, output: {answer}}} "
+            f"(megatrain init: --columns instruction={question} output={answer})"
+        )
+    column = next(iter([*strings, *present]), "body")
+    offers.append(f"columns: {{text: {column}}}" + (" to train that column alone, as plain text" if offers else ""))
     needs = "; ".join(f"{name}: {' + '.join(f.required)}" for name, f in FORMATS.items() if name != "lines")
-    return f"name the columns, as in columns: {{text: {column}}}. Formats need {needs}"
+    return f"name the columns, as in {', or '.join(offers)}. Formats need {needs}"
 
 
 # ---- records to samples
