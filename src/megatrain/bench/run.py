@@ -36,6 +36,10 @@ from megatrain.planner.shape import ModelShape, shape_of_structure
 logger = logging.getLogger(__name__)
 
 
+LEAST_WARMUP = 2
+"""The first AdamW update is the first to touch its moments (and may still compile); what that costs shows in the second step."""
+
+
 def bench(
     shape: str,
     *,
@@ -57,7 +61,7 @@ def bench(
     Args:
         shape: A name of `QWEN3` or `CONFIGS`, or a model folder (its config is used, its weights are not).
         rows, tokens: Of a step: rows of so many tokens.
-        steps, warmup: Steps that count, and steps before them.
+        steps, warmup: Steps that count, and steps before them, `LEAST_WARMUP` at least.
         device: As for the engine.
         device_gib, host_gib: Caps, to rehearse a smaller machine.
         device_fraction: Share of the device's memory that the plan may fill; None for the usual one.
@@ -176,6 +180,11 @@ def _measure_steps(
     warmup: int,
     say: Say,
 ) -> None:
+    if warmup < LEAST_WARMUP:
+        say(
+            f"warm-up: {LEAST_WARMUP} steps instead of {warmup}, as the first update touches memory under the second step"
+        )
+        warmup = LEAST_WARMUP
     process = psutil.Process(os.getpid())
     started = time.perf_counter()
     engine = _engine(folder, device, arguments)
