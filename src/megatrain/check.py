@@ -147,6 +147,8 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
     Raises:
         UserError, PlanRefused: All problems in one error.
     """
+    from megatrain.data.load import load_val
+
     problems = Problems()
     with problems.collect():
         if run.data.val is None:
@@ -158,9 +160,15 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
     problems.raise_all()
     assert files is not None, "the model could not be opened without a problem"
     _look_at_model(run, files, log, read_weights=True)
-    data = _look_at_data(run, files, log)
-    assert data.val is not None, "data.val is set, but there are no held-out rows"
-    return files.folder, data.val
+    rows = load_val(
+        run.data,
+        files.tokenizer,
+        vocab_size=files.vocab_size,
+        model_max_length=files.positions,
+        seed=run.run.seed,
+        log=log,
+    )
+    return files.folder, rows
 
 
 def check_mesh(run: RunConfig) -> Layout:

@@ -85,6 +85,18 @@ def load_data(
     return pack_data(data, opened, seed, log)
 
 
+def load_val(
+    data: DataLike, tokenizer: Any, *, vocab_size: int | None, model_max_length: int | None, seed: int, log: Log
+) -> PackedRows:
+    """As `load_data`, with the held-out rows alone; `data.val` is set.
+
+    Raises:
+        UserError: As `load_data`, but for rows that only training needs.
+    """
+    opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
+    return _rows(data, opened.pad_id, opened.val, "val", seed, log)
+
+
 def open_data(
     data: DataLike,
     tokenizer: Any,
