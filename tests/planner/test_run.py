@@ -47,6 +47,18 @@ def test_the_command_prints_json(run_file: Path, capsys: pytest.CaptureFixture[s
     assert set(data["placement"].values()) == {"device"}
 
 
+def test_rows_longer_than_the_models_positions_are_planned_with_a_warning(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(run_file), "--batch.tokens_per_step=2048", "--data.max_tokens"]
+    said = "warning: data.max_tokens: rows of 512 tokens are longer than the 256 positions of the model"
+    for machine in (["--machine", str(MACHINE)], ["--machine", str(CLUSTER), "--world", "8"]):
+        assert main([*words, "512", *machine]) == 0
+        assert said in capsys.readouterr().out
+        assert main([*words, "256", *machine]) == 0
+        assert "warning" not in capsys.readouterr().out
+
+
 CLUSTER = MACHINE.with_name("h100-cluster.yaml")
 
 

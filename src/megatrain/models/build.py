@@ -60,6 +60,11 @@ def find_model_folder(path: str | Path) -> Path:
     raise UserError("no such model folder", str(path), remedy)
 
 
+def known_positions(config: PreTrainedConfig) -> int | None:
+    """The most positions that a row may have by the model's config; None: no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the config of a causal language model, and refuse what megatrain cannot train.
 

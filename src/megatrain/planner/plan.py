@@ -39,6 +39,7 @@ class Plan:
         caps: What was allowed.
         timeline: Predicted seconds.
         steps: Length of the run, None where it is not known.
+        warnings: Of what can be planned and not run, for people.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Plan:
     caps: Caps
     timeline: Timeline
     steps: int | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -111,6 +113,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_s,
             "total_seconds": self.total_seconds,
             "options": asdict(self.options),
+            "warnings": list(self.warnings),
         }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ def plan_text(plan: Plan) -> str:
         f"plan for {plan.model}, {plan.parameters / 1e9:.3g} B parameters, on {plan.machine}",
         f"  a step: {plan.step.rows} rows x {plan.step.tokens} tokens in {_count(choice.windows, 'window')}; "
         f"layers compute {_count(choice.chunk_rows, 'row')} together, the head {choice.head_chunk_tokens} tokens",
+        *(f"  warning: {warning}" for warning in plan.warnings),
         f"  placement: {_placement(plan)}",
         f"  activations: {_policies(plan)}",
         f"  AdamW on the host: {_count(plan.threads, 'thread')}",

@@ -47,6 +47,7 @@ class ClusterPlan:
         yours: The file's own layout, None if it gives none.
         elements: Parameters that the heaviest rank of the first `CHECKED` layouts holds, counted on a fake process group.
         steps: Length of the run, None where it is not known.
+        warnings: Of what can be planned and not run, for people.
     """
 
     job: Job
@@ -54,6 +55,7 @@ class ClusterPlan:
     yours: Yours | None
     elements: tuple[int, ...]
     steps: int | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def best(self) -> Verdict:
@@ -76,6 +78,7 @@ class ClusterPlan:
                 {**verdict.as_dict(), "counted_elements_of_heaviest_rank": elements}
                 for verdict, elements in itertools.zip_longest(self.found.best, self.elements)
             ],
+            "warnings": list(self.warnings),
             "yours": None
             if yours is None
             else {"problems": list(yours.problems), "verdict": yours.verdict and yours.verdict.as_dict()},

@@ -27,6 +27,7 @@ def _head(plan: ClusterPlan) -> Iterator[str]:
         f"on {job.world} GPUs of {job.cluster.name}"
     )
     yield f"  a step: {job.step.rows:,} rows x {job.step.tokens:,} tokens"
+    yield from (f"  warning: {warning}" for warning in plan.warnings)
     yield f"  {found.tried:,} ways tried, {found.fit:,} fit; refused:"
     for why, count in found.refused.most_common(6):
         yield f"    {count:>9,}  {why}"
