@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain import ledger
 from megatrain.config.schema import ChangeName, RunConfig
-from megatrain.errors import Problems, UserError, counted
+from megatrain.errors import Problems, UserError, abbreviated, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.preflight import (
     ModelFiles,
@@ -402,7 +402,7 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
         torch.float32: "fp32",
     }
     log(
-        f"model {files.folder}: {type(model).__name__}, {_count(structure.param_count)} parameters in "
+        f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters in "
         f"{counted(shape.layers, 'layer')}; computes in {short[dtype]} on {device}, fp32 master weights and moments"
     )
     return _Model(shape=shape, compute_dtype=short[dtype], device="cuda" if device.type == "cuda" else "cpu")
@@ -480,10 +480,3 @@ def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[
             f"disk: {ledger.gib(one)} a checkpoint; the config asks for none (checkpoint.every_steps, checkpoint.at_end)"
         )
     ledger.refuse_if_disk_too_small(run, one, count)
-
-
-def _count(number: int) -> str:
-    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= scale:
-            return f"{number / scale:.3g} {letter}"
-    return str(number)

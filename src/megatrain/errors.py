@@ -87,5 +87,13 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
+def abbreviated(count: float) -> str:
+    """A number of many in a message: `8.19 B`, `214 K`, `12`."""
+    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= scale:
+            return f"{count / scale:.3g} {letter}"
+    return f"{count:.0f}"
+
+
 def _indented(text: str) -> str:
     return "\n".join(("  - " if number == 0 else "    ") + line for number, line in enumerate(text.splitlines()))

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatrain.machine.machine import Machine
-from megatrain.planner.plan import Plan, gib
+from megatrain.planner.memory import gib
+from megatrain.planner.plan import Plan
 from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import recomputed_flops
 

@@ -28,7 +28,8 @@ from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import probe
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, StepSize
-from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, gib, plan
+from megatrain.planner.memory import gib
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of_structure

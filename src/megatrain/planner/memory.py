@@ -62,6 +62,11 @@ KEPT_SHARE: dict[Policy, float] = {
 """Of what a layer could keep beside its output. See [Note: held and working memory of a layer]."""
 
 
+def gib(size: float) -> str:
+    """A size for people."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / (1 << 20):,.0f} MiB"
+
+
 def saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarray:
     """Per token: all that each layer's backward can use, (L,) bytes; rows of `tokens`."""
     factor = options.compute_bytes / 2 * (1.0 if options.compiled else EAGER_FACTOR)

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 
 from megatrain.planner.choice import Lines
-from megatrain.planner.plan import Plan, gib
+from megatrain.planner.memory import gib
+from megatrain.planner.plan import Plan
 
 POLICY_WORDS = {
     "attention": "recompute all but the attention of", "mlp": "recompute all but the MLP's products of"

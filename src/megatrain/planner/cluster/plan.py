@@ -14,7 +14,7 @@ from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
 from megatrain.planner.cluster.memory import heaviest_rank
 from megatrain.planner.cluster.search import Found, search
 from megatrain.planner.cluster.shards import count_on_fake_group
-from megatrain.planner.plan import gib
+from megatrain.planner.memory import gib
 
 CHECKED = 3
 """Of the best layouts so many are built on a fake process group; each takes a second or two."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, describe
 from megatrain.planner.cluster.plan import ClusterPlan, layout_words
-from megatrain.planner.plan import gib
+from megatrain.planner.memory import gib
 
 
 def cluster_text(plan: ClusterPlan) -> str:
