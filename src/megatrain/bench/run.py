@@ -21,7 +21,7 @@ import torch
 from megatrain.bench.bounds import measure_bounds, release
 from megatrain.bench.report import Report, Say, conclude, report_text
 from megatrain.bench.shapes import folder_of, structure_of
-from megatrain.errors import UserError
+from megatrain.errors import UserError, abbreviated
 from megatrain.executor.engine import HostEngine
 from megatrain.executor.gate import token_wise
 from megatrain.machine.machine import Machine, load_machine
@@ -191,7 +191,7 @@ def _measure_steps(
     engine = _engine(folder, device, arguments)
     try:
         report.device = str(engine.device)
-        say(f"engine made in {time.perf_counter() - started:.1f} s, {report.parameters / 1e9:.3g} B parameters")
+        say(f"engine made in {time.perf_counter() - started:.1f} s, {abbreviated(report.parameters)} parameters")
         vocabulary = engine.config.get_text_config().vocab_size
         found: list[dict[str, float]] = []
         for step in range(warmup + steps):

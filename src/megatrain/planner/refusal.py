@@ -15,7 +15,7 @@ from typing import Literal
 from megatrain.errors import abbreviated, counted
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Caps, Choice, Options, StepSize
-from megatrain.planner.memory import PROCESS_BYTES, device_peak, gib, host_lines
+from megatrain.planner.memory import PROCESS_BYTES, device_peak, gib, host_lines, size_lines
 from megatrain.planner.search import Search
 from megatrain.planner.shape import ModelShape
 
@@ -96,7 +96,7 @@ def refusal(asked: Asked) -> str:
         # What is resident need not be: the host has too little room for it.
         used = "used" if place == "device" and resident else "needed at least"
         text.append(f"  {place} memory: {gib(needed)} {used}, {gib(allowed)} allowed: {verdict}")
-        text += [f"    {gib(size):>11}  {name}" for name, size in lines.items()]
+        text += size_lines(lines)
     if resident:
         text.append(f"  ({abbreviated(resident)} parameters are on the device already)")
     too_much: set[Place] = {"host"} if sum(host.values()) > caps.host_bytes else set()
