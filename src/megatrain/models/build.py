@@ -47,7 +47,7 @@ def find_model_folder(path: str | Path) -> Path:
         return folder
     if folder.is_file():
         raise UserError("is a file, not a model folder", str(path), "give the folder that holds config.json")
-    cached = _cached_snapshot(str(path))
+    cached = cached_snapshot(str(path))
     if cached is not None:
         return cached
     near = _near(folder.name, [p.name for p in folder.parent.iterdir() if p.is_dir()]) if folder.parent.is_dir() else []
@@ -326,7 +326,8 @@ def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), leaf
 
 
-def _cached_snapshot(hub_id: str) -> Path | None:
+def cached_snapshot(hub_id: str) -> Path | None:
+    """The folder of a hub id in the local cache, None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
