@@ -72,6 +72,8 @@ def test_columns_map_the_formats_names_to_the_files() -> None:
             r"they fit no format\n  -> name the columns, as in columns: {instruction: question, output: answer} "
             r"\(megatrain init: --columns instruction=question output=answer\), or columns: {text: answer}",
         ),
+        ({"left": "a", "right": "b"}, "prompt_completion", {}, "\n  -> .* columns: {prompt: left, completion: right}"),
+        ({"left": "a", "right": "b"}, "text", {}, "\n  -> name the columns, as in columns: {text: left}"),
         ({"left": "a", "right": "b"}, "auto", {}, "\n  -> .* columns: {instruction: left, output: right}"),
         (
             {"question": "why", "answer": "so"},
