@@ -26,7 +26,14 @@ def test_a_planned_benchmark_reports_plan_bounds_and_split() -> None:
     assert report.plan["step"]["measured"] == report.seconds["step"]
     assert report.options["resident"][0] == "embedding"  # the plan was followed
     text = "\n".join(said)
-    for part in ("plan for tiny", "step 0 (warm-up)", "policy bound", "plan against measurement"):
+    for part in (
+        "plan for tiny",
+        "warm-up: 2 steps instead of 1",
+        "step 1 (warm-up)",
+        "step 2: ",
+        "policy bound",
+        "plan against measurement",
+    ):
         assert part in text
 
 

@@ -230,6 +230,13 @@ BAD = [
         "raise data.max_tokens to",
     ),
     Bad(
+        "labels that are all masked",
+        "a.jsonl",
+        _jsonl({"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}),
+        "a.jsonl",
+        "1 x all labels are -100: no token of it is trained",
+    ),
+    Bad(
         "nothing left after dropping",
         "a.jsonl",
         _jsonl(_chat(("user", "one"), ("assistant", "two " * 100))),
@@ -244,7 +251,14 @@ BAD = [
         "a.jsonl:51",
         f"{REPAIR} 0.02",
     ),
-    Bad("one sample to divide", "a.jsonl", TEXT, "data.val.fraction", "leaves none", ("--data.val={fraction: 0.5}",)),
+    Bad(
+        "one sample to divide",
+        "a.jsonl",
+        TEXT,
+        "data.val.fraction",
+        "one sample, which cannot be split",
+        ("--data.val={fraction: 0.5}",),
+    ),
     Bad(
         "a template that is no jinja",
         "a.jsonl",

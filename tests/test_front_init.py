@@ -73,6 +73,20 @@ def test_several_sources_and_a_model_without_weights(files: Path, tmp_path: Path
     assert [Path(source.path).name for source in run.data.train] == ["texts.jsonl", "chats.jsonl"]
 
 
+def test_columns_of_other_names(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(8)]
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["init", str(files / "model"), "qa.jsonl", "--out", "qa.yaml"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    hint = said[said.index("--columns") : said.index(")", said.index("--columns"))]
+    assert not Path("qa.yaml").exists()
+    assert main([*asked, *hint.split()]) == 0, "what the error says works as it stands"
+    assert load_config("qa.yaml").data.train[0].columns == {"instruction": "question", "output": "answer"}
+    assert main([*asked[:-1], "b.yaml", "--columns", "instruction"]) == 2
+    assert "'instruction' is no NAME=COLUMN" in capsys.readouterr().err
+
+
 def test_samples_longer_than_the_model_are_dropped_only_with_a_word(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

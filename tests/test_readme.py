@@ -164,6 +164,7 @@ SMALL = ["--batch.tokens_per_step=512", "--data.max_tokens=256", "--schedule.epo
         ("finetune-chat", ["--eval.every_steps=1"]),
         ("pretrain-text", ["--schedule.warmup_steps=1"]),
         ("large-model", []),
+        ("long-rows", []),
     ],
 )
 def test_every_shipped_config_trains_in_small(
@@ -173,6 +174,7 @@ def test_every_shipped_config_trains_in_small(
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "models" / "my-chat-model")
     write_model(tmp_path / "models" / "my-large-model")
+    write_model(tmp_path / "models" / "my-long-model")
     write_model(tmp_path / "models" / "my-config", weights=False)
     for folder in ("more", "books", "code/package"):
         (tmp_path / "data" / folder).mkdir(parents=True)
@@ -187,7 +189,7 @@ def test_every_shipped_config_trains_in_small(
 
 
 def test_no_shipped_config_is_left_out_of_the_small_runs() -> None:
-    assert [path.stem for path in EXAMPLES] == ["finetune-chat", "large-model", "pretrain-text"]
+    assert [path.stem for path in EXAMPLES] == ["finetune-chat", "large-model", "long-rows", "pretrain-text"]
 
 
 def test_the_example_of_a_loop_trains_what_a_collator_of_transformers_makes(

@@ -79,7 +79,15 @@ def test_train_leaves_a_model_that_transformers_loads(
     # the same set through `eval`, from the exact weights of the checkpoint
     capsys.readouterr()
     assert main(["eval", str(folder), "--checkpoint", str(checkpoint)]) == 0
-    assert f"validation loss {found[-1].val_loss:.4f}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"validation loss {found[-1].val_loss:.4f}" in said
+    assert "trained model" not in said
+    assert not [line for line in said.splitlines() if line.startswith("train:")], "of no use to an evaluation"
+    # and the model it began with, which is what the YAML file means
+    assert run(files, tmp_path, "eval", *words) == 0
+    said = capsys.readouterr().out
+    assert f"this is {files / 'model'}; the trained model: megatrain eval {folder}\n" in said
+    assert f"validation loss {found[0].val_loss:.4f}" in said
 
 
 # CASES 21 and 22: N + save + resume + N equals 2N, bit for bit.

@@ -136,6 +136,13 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
     init.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="the file to write (default: run.yaml)"
     )
+    init.add_argument(
+        "--columns",
+        metavar="NAME=COLUMN",
+        nargs="+",
+        default=[],
+        help="the format's column names and the data's, where they differ: instruction=question output=answer",
+    )
     data = _command_of_run(
         commands, "data", "show what the data becomes: trained and masked tokens, lengths, rows, rejects"
     )
@@ -283,7 +290,7 @@ def _add_machine(commands: _Commands[_Parser]) -> None:
     )
     _add_shape(bench, required=True)
     bench.add_argument("--steps", type=_positive, default=6, metavar="N", help="steps that count (6)")
-    bench.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2)")
+    bench.add_argument("--warmup", type=_positive, default=2, metavar="N", help="steps before them (2, and at least 2)")
     bench.add_argument("--no-bounds", action="store_true", help="leave the compute bounds out")
     bench.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain import ledger
 from megatrain.config.schema import ChangeName, RunConfig
-from megatrain.errors import Problems, UserError, counted
+from megatrain.errors import Problems, UserError, abbreviated, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.preflight import (
     ModelFiles,
@@ -147,6 +147,8 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
     Raises:
         UserError, PlanRefused: All problems in one error.
     """
+    from megatrain.data.load import load_val
+
     problems = Problems()
     with problems.collect():
         if run.data.val is None:
@@ -158,9 +160,15 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
     problems.raise_all()
     assert files is not None, "the model could not be opened without a problem"
     _look_at_model(run, files, log, read_weights=True)
-    data = _look_at_data(run, files, log)
-    assert data.val is not None, "data.val is set, but there are no held-out rows"
-    return files.folder, data.val
+    rows = load_val(
+        run.data,
+        files.tokenizer,
+        vocab_size=files.vocab_size,
+        model_max_length=files.positions,
+        seed=run.run.seed,
+        log=log,
+    )
+    return files.folder, rows
 
 
 def check_mesh(run: RunConfig) -> Layout:
@@ -394,7 +402,7 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
         torch.float32: "fp32",
     }
     log(
-        f"model {files.folder}: {type(model).__name__}, {_count(structure.param_count)} parameters in "
+        f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters in "
         f"{counted(shape.layers, 'layer')}; computes in {short[dtype]} on {device}, fp32 master weights and moments"
     )
     return _Model(shape=shape, compute_dtype=short[dtype], device="cuda" if device.type == "cuda" else "cpu")
@@ -472,10 +480,3 @@ def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[
             f"disk: {ledger.gib(one)} a checkpoint; the config asks for none (checkpoint.every_steps, checkpoint.at_end)"
         )
     ledger.refuse_if_disk_too_small(run, one, count)
-
-
-def _count(number: int) -> str:
-    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= scale:
-            return f"{number / scale:.3g} {letter}"
-    return str(number)

@@ -122,6 +122,7 @@ def _run(words: list[str]) -> int:
 
 
 def _plan(run: RunConfig, arguments: argparse.Namespace) -> None:
+    _look_at_machine(arguments.machine)
     from megatrain.planner.report import plan_json, plan_text
     from megatrain.planner.run import plan_run
 
@@ -130,6 +131,7 @@ def _plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def _plan_cluster(run: RunConfig, arguments: argparse.Namespace) -> None:
+    _look_at_machine(arguments.machine)
     from megatrain.planner.cluster.report import cluster_json, cluster_text
     from megatrain.planner.cluster.run import plan_cluster_run
 
@@ -139,6 +141,14 @@ def _plan_cluster(run: RunConfig, arguments: argparse.Namespace) -> None:
         )
     made = plan_cluster_run(run, machine_file=arguments.machine, world=arguments.world)
     _say(cluster_json(made) if arguments.json else cluster_text(made))
+
+
+def _look_at_machine(file: str | None) -> None:
+    """Say what is wrong with a machine's file before the imports that take seconds."""
+    from megatrain.machine.machine import read_figures
+
+    if file is not None:
+        read_figures(file)
 
 
 def _on_a_checkpoint(arguments: argparse.Namespace) -> None:
@@ -165,9 +175,9 @@ def _without_a_config(arguments: argparse.Namespace) -> None:
     """The commands that make a config, look at runs, or at what came of them."""
     match arguments.command:
         case "init":
-            from megatrain.init_config import init_config
+            from megatrain.init_config import init_config, parse_columns
 
-            init_config(arguments.model, arguments.data, arguments.out)
+            init_config(arguments.model, arguments.data, arguments.out, columns=parse_columns(arguments.columns))
         case "plot":
             from megatrain.metrics.compare import plot_runs
             from megatrain.metrics.logger import RunLogger
@@ -205,11 +215,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    given = _of_a_shape(arguments)
     from megatrain.bench import bench, report_json
 
     report = bench(
         arguments.shape,
-        **_of_a_shape(arguments),
+        **given,
         bounds=not arguments.no_bounds,
         say=(lambda text: print(text, file=sys.stderr, flush=True)) if arguments.json else _say,  # noqa: T201
     )
@@ -225,6 +236,7 @@ def _trace_shape(arguments: argparse.Namespace) -> None:
 
 def _of_a_shape(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the commands that run steps of a shape have in common."""
+    _look_at_machine(arguments.machine)
     from megatrain.bench import engine_overrides
 
     return {

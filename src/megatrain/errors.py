@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class MegatrainError(Exception):
@@ -85,6 +87,32 @@ class Problems:
 def counted(count: int, word: str) -> str:
     """A number in a message: `1 step`, `2 steps`, `1,000 steps`."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def near_paths(path: Path) -> str:
+    """A remedy: what the user may have meant instead of a path that is not there."""
+    parent, name = path.parent, path.name
+    while not parent.is_dir() and parent != parent.parent:
+        parent, name = parent.parent, parent.name
+    try:
+        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    except PermissionError:
+        return f"check the path; {parent} cannot be listed"
+    # A wrong suffix or a shared stem is closer to what was meant than the ratio of letters says.
+    close = [other for other in names if name and Path(other).stem == Path(name).stem]
+    close += [other for other in difflib.get_close_matches(name, names, n=3) if other not in close]
+    if close:
+        return "did you mean " + " or ".join(str(parent / other) for other in close[:3]) + "?"
+    listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"check the path; {parent} holds {listing or 'nothing'}"
+
+
+def abbreviated(count: float) -> str:
+    """A number of many in a message: `8.19 B`, `214 K`, `12`."""
+    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= scale:
+            return f"{count / scale:.3g} {letter}"
+    return f"{count:.0f}"
 
 
 def _indented(text: str) -> str:

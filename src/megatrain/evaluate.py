@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.check import make_engine, prepare_eval
-from megatrain.checkpoint.reader import is_complete
+from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError, counted
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,8 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
         model = run.model.model_copy(update={"path": str(checkpoint), "init": "pretrained"})
         run = run.model_copy(update={"model": model})
     with RunLogger() as log:
+        if checkpoint is None and latest_complete(RunFolder(run.run.dir).checkpoints) is not None:
+            log.info(f"this is {run.model.path}; the trained model: megatrain eval {run.run.dir}")
         folder, rows = prepare_eval(run, log=log.info)
         with make_engine(run, folder, for_training=False) as engine:
             if checkpoint is not None and is_complete(checkpoint):

@@ -118,7 +118,9 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> Any:
 
 
 def _check_length(tokens: int, model: Any) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    from megatrain.models.build import known_positions
+
+    positions = known_positions(model.config)
     if positions is not None and tokens > positions:
         raise UserError(
             f"prompt and answer of {tokens} tokens are longer than the {positions} positions of the model",

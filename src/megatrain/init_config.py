@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +55,14 @@ class Rows:
     tokens: int
 
 
-def init_config(model: str, data: Sequence[str], out: Path) -> RunConfig:
+def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[str, str] | None = None) -> RunConfig:
     """Write a config for fine-tuning `model` on `data`, and check it.
 
     Args:
         model: A model folder, or a hub id in the local cache.
         data: Files, folders, globs or data set ids; see `data.train`.
         out: The file to write; must not exist.
+        columns: The format's column names -> the files', where they differ.
 
     Raises:
         UserError: Model or data cannot be used, or `out` exists; or the check finds what must be changed by hand.
@@ -70,8 +71,9 @@ def init_config(model: str, data: Sequence[str], out: Path) -> RunConfig:
     if out.exists():
         raise UserError("exists already", str(out), "give another name: --out NAME.yaml")
     quiet_libraries()
+    columns = dict(columns or {})
     with RunLogger() as log:
-        draft = _draft(model, data, 2, None)
+        draft = _draft(model, data, columns)
         problems = Problems()
         with problems.collect():
             refuse_unwritable(out.parent, "give another place: --out")
@@ -82,7 +84,7 @@ def init_config(model: str, data: Sequence[str], out: Path) -> RunConfig:
         opened = open_data(draft.data, files.tokenizer, vocab_size=files.vocab_size, log=log.info)
         lengths = _lengths(opened, files.positions)
         rows = choose_rows(lengths)
-        text = _text(model, data, opened, lengths, rows, out, has_weights=_has_weights(draft))
+        text = _text(model, data, columns, opened, lengths, rows, out, has_weights=_has_weights(draft))
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, encoding="utf-8")
@@ -122,15 +124,31 @@ def choose_fraction(hashes: Sequence[np.ndarray]) -> float | None:
     return None
 
 
-def _draft(model: str, data: Sequence[str], max_tokens: int, val: float | None) -> RunConfig:
+def _draft(model: str, data: Sequence[str], columns: Mapping[str, str]) -> RunConfig:
+    least_tokens = 2
     return load_config(
         {
             "model": {"path": model},
-            "data": {"train": list(data), "max_tokens": max_tokens, "val": {"fraction": val} if val else None},
-            "batch": {"tokens_per_step": max_tokens},
+            "data": {"train": [{"path": path, "columns": columns} for path in data], "max_tokens": least_tokens},
+            "batch": {"tokens_per_step": least_tokens},
             "run": {"dir": "unused"},
         }
     )
+
+
+def parse_columns(words: Sequence[str]) -> dict[str, str]:
+    """`FORMAT_NAME=COLUMN` words as a mapping.
+
+    Raises:
+        UserError: A word is none.
+    """
+    pairs = [word.partition("=") for word in words]
+    for word, (own, _, column) in zip(words, pairs, strict=True):
+        if not own or not column:
+            raise UserError(
+                f"{word!r} is no NAME=COLUMN", "--columns", "as in --columns instruction=question output=answer"
+            )
+    return {own: column for own, _, column in pairs}
 
 
 def _lengths(opened: OpenedData, positions: int | None) -> Lengths:
@@ -154,6 +172,7 @@ def _has_weights(run: RunConfig) -> bool:
 def _text(
     model: str,
     data: Sequence[str],
+    columns: Mapping[str, str],
     opened: OpenedData,
     lengths: Lengths,
     rows: Rows,
@@ -178,6 +197,9 @@ def _text(
     for path, part in zip(data, opened.train, strict=True):
         lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
         lines += [f"    - path: {_quoted(path)}"]
+        if columns:
+            named = ", ".join(f"{_quoted(own)}: {_quoted(column)}" for own, column in columns.items())
+            lines += [f"      columns: {{{named}}}  # the format's names: the file's"]
     if fraction is None:
         lines.append("  val: null  # too few samples to hold some out: give a file of its own to measure progress")
     else:

@@ -48,7 +48,9 @@ class ModelFiles:
 
     @property
     def positions(self) -> int | None:
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        from megatrain.models.build import known_positions
+
+        return known_positions(self.config)
 
 
 def preflight(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hosted import Hosted, save, save_as, save_family, trained
+from megatrain.checkpoint import card
 from megatrain.checkpoint import export as module
 from megatrain.checkpoint.export import export, find_checkpoint, verify
 from megatrain.cli import main
@@ -55,10 +56,10 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
         "README.md", "README.source.md",
     }  # fmt: skip
     assert [p.name for p in out.glob("*.safetensors")] == ["model.safetensors"], "a small model is one file"
-    card = (out / "README.md").read_text()
-    assert card.startswith("---\n")
+    text = (out / "README.md").read_text()
+    assert text.startswith("---\n")
     for words in ("license: mit", "library_name: transformers", "| optimizer steps | 7 |", "| weights | float32 |"):
-        assert words in card
+        assert words in text
 
 
 def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
         for step in range(1, 9):
             metrics.write(record(step, loss=5.0 - step / 4, val_loss=2.0 if step == 6 else None))
     out = export(run, tmp_path / "out")
-    card = (out / "README.md").read_text()
+    text = (out / "README.md").read_text()
     assert (out / "loss.png").read_bytes() == b"a picture"
     for words in (
         "# run\n", "](loss.png)", "- `a.jsonl`\n- `b/`, weight 0.5\n- held out: 5.00% of the above",
@@ -83,11 +84,47 @@ def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
         "| training loss, first and last step | 4.7500, 3.2500 |",
         "| validation loss | 2.0000 |", f"torch {torch.__version__}, transformers",
     ):  # fmt: skip
-        assert words in card, words
+        assert words in text, words
     (run / "config.yaml").write_text("of another version: true\n")
     (run / "metrics.jsonl").write_text("damaged\nlines\n")
     (run / "loss.png").unlink()
     assert "## Data" not in (export(run, tmp_path / "less") / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        ({"path": "org/name"}, "org/name"),
+        ({"path": "org/name", "init": "random"}, None),
+        ({"path": "org/gone"}, None),  # a folder's path looks alike
+        ({"path": "/cache/models--org--na-me/snapshots/0f1"}, "org/na-me"),
+        ({"path": "models/mine"}, None),
+    ],
+)
+def test_the_card_names_the_model_that_training_began_with(
+    model: dict[str, str], base: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "cached_snapshot", lambda name: tmp_path if name in ("org/name", "models/mine") else None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    run = load_config(
+        {
+            "model": model,
+            "data": {"train": "a", "max_tokens": 8},
+            "batch": {"tokens_per_step": 8},
+            "run": {"dir": "r"},
+        }
+    )
+    step = tmp_path / "checkpoints" / "step_000007"
+    step.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(dump_config(run))
+    (tmp_path / "metrics.jsonl").touch()
+    extra = {"settings": {"precision.compute_dtype": "auto"}}
+    texts = [card.card_text(step, extra, 7, {}, torch.bfloat16, split_masters=split) for split in (True, False)]
+    assert [line for line in texts[0].splitlines() if line.startswith("base_model")] == (
+        [f"base_model: {base}"] if base else []
+    )
+    assert "| precision.compute_dtype | bf16 |" in texts[0] and "| precision.compute_dtype | fp32 |" in texts[1]
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

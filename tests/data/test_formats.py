@@ -65,6 +65,23 @@ def test_columns_map_the_formats_names_to_the_files() -> None:
         ({"text": "x"}, "alpacca", {}, "alpacca is unknown\n  -> did you mean alpaca"),
         ({"text": "x"}, "auto", {"txet": "text"}, "txet is no column of any format\n  -> did you mean text"),
         ({"body": "x"}, "auto", {"text": "boby"}, "boby is not in the file\n  -> did you mean body"),
+        (
+            {"id": 7, "answer": "so", "question": "why"},
+            "auto",
+            {},
+            r"they fit no format\n  -> name the columns, as in columns: {instruction: question, output: answer} "
+            r"\(megatrain init: --columns instruction=question output=answer\), or columns: {text: answer}",
+        ),
+        ({"left": "a", "right": "b"}, "prompt_completion", {}, "\n  -> .* columns: {prompt: left, completion: right}"),
+        ({"left": "a", "right": "b"}, "text", {}, "\n  -> name the columns, as in columns: {text: left}"),
+        ({"left": "a", "right": "b"}, "auto", {}, "\n  -> .* columns: {instruction: left, output: right}"),
+        (
+            {"question": "why", "answer": "so"},
+            "auto",
+            {"question": "instruction", "answer": "output"},
+            "written the other way round: the format's name comes first\n"
+            "  -> write columns: {instruction: question, output: answer}",
+        ),
     ],
 )
 def test_columns_that_fit_nothing_are_an_error_with_a_remedy(

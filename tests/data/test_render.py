@@ -240,7 +240,7 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_the_prompts() -> None
     begin = next(b + 1 for b, e in offsets if e - b > 2 and b > 5)  # inside a token
     ((_, mask),) = encoder.masked_ids([Rendered(text, ((begin, len(text)),))])
     assert mask.tolist() == [b >= begin for b, _ in offsets]
-    assert encoder.take_notes() == ["1 answers begin inside a token of their prompt; it is not trained"]
+    assert encoder.take_notes() == ["1 answer begins inside a token of its prompt; it is not trained"]
 
 
 def test_plain_text_ids_are_the_tokenizers_own() -> None:

@@ -59,7 +59,7 @@ def test_what_is_no_machine_is_an_error_of_the_user(tmp_path: Path, text: str) -
 
 
 def test_a_missing_file_is_an_error_of_the_user(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot be read"):
+    with pytest.raises(UserError, match=r"no such file\n  -> check the path"):
         load_machine(tmp_path / "nowhere.yaml")
 
 

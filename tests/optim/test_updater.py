@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatrain.errors import EngineClosed
 from megatrain.host.planes import split_
+from megatrain.optim import kernels
 from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
 from megatrain.optim.reference import adamw_
 from megatrain.optim.updater import PIECE_ALIGN, PIECE_MOST, SUM_PIECE, CpuUpdater, cut_pieces
@@ -378,3 +379,17 @@ def test_idle_threads_hold_no_planes(updater: CpuUpdater, failing: bool) -> None
         gc.collect()
         time.sleep(0.001)
     assert gone() is None
+
+
+@pytest.mark.parametrize(("split", "gradient"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_what_was_compiled_ahead_is_what_an_update_runs(
+    updater: CpuUpdater, split: bool, gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "adamw_split" if split else "adamw_whole"
+    fresh = kernels._compiled(getattr(kernels, name).py_func)
+    monkeypatch.setattr(kernels, name, fresh)
+    updater.submit_compilation(split, gradient).result()
+    [signature] = fresh.signatures
+    coefficients = StepCoefficients.of(AdamW(), 1)
+    updater.submit_update("a", make_planes(1, split), make_grad(1).to(gradient), SEGMENTS, coefficients).result()
+    assert fresh.signatures == [signature], "the update compiled its kernel again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 from transformers import Qwen2Config
 
 from megatrain.bench.shapes import QWEN25_7B
+from megatrain.cli import main
 from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.memory import device_peak, held_bytes, host_lines, working_bytes
 from megatrain.planner.shape import ModelShape, shape_of
 
-DOC = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+ROOT = Path(__file__).parents[2]
+DOC = (ROOT / "docs/memory.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,26 @@ def rows(title: str) -> dict[str, list[str]]:
     lines = DOC[DOC.index(title) :].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
     return {first: rest for first, *rest in cells}
+
+
+def test_a_long_row_costs_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the planner, of the example's file."""
+    model = tmp_path / "models" / "my-long-model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({**QWEN25_7B, "max_position_embeddings": 131072}))
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", str(ROOT / "examples/long-rows.yaml"), "--machine", str(ROOT / "docs/machines/h200.yaml")]
+    quoted = DOC.split("```\n")[1].splitlines()
+    assert len(quoted) > 10
+    assert main(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line in quoted] == quoted
+    assert main([*words, "--memory.device_gib", "40"]) == 0
+    smaller = capsys.readouterr().out
+    for part in ("all units in host memory", "host memory: 123.0 GiB", "seconds of a step: 52.5"):
+        assert part in smaller
 
 
 @pytest.mark.parametrize("policy", ["keep", "selective", "mlp", "attention", "recompute"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -94,11 +95,36 @@ def test_32b_on_a_workstation_is_refused_with_the_ledger_and_the_ways_down(shape
 def test_what_the_refusal_promises_is_true(shape: Shapes, machine: Machines) -> None:
     """14 bytes a parameter do not fit, 12 do; the refusal says so, and following it works."""
     small = caps_for(machine(), host_gib=102, device_gib=12)
-    with pytest.raises(PlanRefused, match=r"memory.gradient_plane: false.*2 bytes a parameter less.*then it fits"):
+    with pytest.raises(
+        PlanRefused, match=r"memory.gradient_plane: false.*2 bytes a parameter less.*then it fits"
+    ) as refusal:
         plan(shape("qwen3-8b"), machine(), StepSize(8, 1024), small)
+    assert "device memory: 11.0 GiB used, 11.0 GiB allowed: fits" in str(refusal.value), "residents could leave"
+    assert "together" not in str(refusal.value)
     made = plan(shape("qwen3-8b"), machine(), StepSize(8, 1024), small, Options(gradient_plane=False))
     assert_fits(made)
     assert "device" not in made.placement.values()  # residents need their gradient plane
+
+
+def test_where_no_way_down_is_enough_two_are_tried_together(shape: Shapes, machine: Machines) -> None:
+    """With as many rows as fit, and no row less."""
+    small = caps_for(machine(), host_gib=101, device_gib=12)
+    with pytest.raises(PlanRefused) as refusal:
+        plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), small)
+    text = str(refusal.value)
+    assert "fewer rows a step, as many as fit; that alone is not enough" in text
+    found = re.search(
+        r"together: without clipping .* with fewer rows: (\d+) rows a step \(batch.tokens_per_step: (\d+)\); "
+        r"then it fits, ([\d,]+) tokens/s",
+        text,
+    )
+    assert found is not None, text
+    rows, eaten = int(found[1]), Options(gradient_plane=False, windows=1)
+    assert int(found[2]) == rows * 1024
+    made = plan(shape("qwen3-8b"), machine(), StepSize(rows, 1024), small, eaten)
+    assert f"{made.tokens_per_s:,.0f}" == found[3]
+    with pytest.raises(PlanRefused):
+        plan(shape("qwen3-8b"), machine(), StepSize(rows + 1, 1024), small, eaten)
 
 
 def test_a_device_that_is_too_small_is_refused_with_fewer_tokens(shape: Shapes, machine: Machines) -> None:

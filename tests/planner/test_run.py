@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,13 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_prints_the_plan_and_allocates_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--machine", str(MACHINE), "--schedule.steps", "50"]) == 0
     text = capsys.readouterr().out
-    for part in ("everything fits into device memory", "host memory", "bottleneck", "for 50 steps"):
+    for part in (
+        "K parameters, on ",
+        "everything fits into device memory",
+        "host memory",
+        "bottleneck",
+        "for 50 steps",
+    ):
         assert part in text
 
 
@@ -47,6 +55,18 @@ def test_the_command_prints_json(run_file: Path, capsys: pytest.CaptureFixture[s
     assert set(data["placement"].values()) == {"device"}
 
 
+def test_rows_longer_than_the_models_positions_are_planned_with_a_warning(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(run_file), "--batch.tokens_per_step=2048", "--data.max_tokens"]
+    said = "warning: data.max_tokens: rows of 512 tokens are longer than the 256 positions of the model"
+    for machine in (["--machine", str(MACHINE)], ["--machine", str(CLUSTER), "--world", "8"]):
+        assert main([*words, "512", *machine]) == 0
+        assert said in capsys.readouterr().out
+        assert main([*words, "256", *machine]) == 0
+        assert "warning" not in capsys.readouterr().out
+
+
 CLUSTER = MACHINE.with_name("h100-cluster.yaml")
 
 
@@ -54,7 +74,16 @@ def test_the_command_ranks_the_layouts_of_a_cluster(run_file: Path, capsys: pyte
     words = ["--machine", str(CLUSTER), "--world", "8", "--parallel.pipeline", "2", "--schedule.steps", "50"]
     assert main(["plan", str(run_file), *words]) == 0
     text = capsys.readouterr().out
-    for part in ("on 8 GPUs of H100", "bottleneck: ", "the file's own layout", "torchrun --nproc-per-node 8"):
+    assert " 0 MiB" not in text and "1 microbatches" not in text
+    for part in (
+        "on 8 GPUs of H100",
+        "K parameters",
+        "    50 steps: 0.",
+        " minutes",
+        "bottleneck: ",
+        "the file's own layout",
+        "torchrun --nproc-per-node 8",
+    ):
         assert part in text
     assert main(["plan", str(run_file), *words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -76,6 +105,20 @@ def test_a_world_and_a_cluster_belong_together(
 ) -> None:
     assert main(["plan", str(run_file), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_missing_machine_file_is_said_at_once_with_what_is_near(run_file: Path) -> None:
+    """Before torch and transformers are imported, which takes seconds."""
+    missing = MACHINE.with_name("h20.yaml")
+    script = (
+        "import sys; from megatrain.cli import main\n"
+        f"code = main(['plan', {str(run_file)!r}, '--machine', {str(missing)!r}])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"{missing}: no such file" in done.stderr
+    assert f"did you mean {MACHINE}" in done.stderr
 
 
 def test_a_run_that_does_not_fit_ends_with_code_3(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatrain.errors import abbreviated
 from megatrain.machine.machine import Machine
-from megatrain.planner.plan import Plan, gib
+from megatrain.planner.memory import gib
+from megatrain.planner.plan import Plan
 from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import recomputed_flops
 
@@ -101,7 +103,7 @@ def report_text(report: Report) -> str:
     seconds = report.seconds
     step = seconds["step"]
     lines = [
-        f"{report.model}, {report.parameters / 1e9:.3g} B parameters, {report.rows} x {report.tokens} tokens on {report.device}",
+        f"{report.model}, {abbreviated(report.parameters)} parameters, {report.rows} x {report.tokens} tokens on {report.device}",
         f"  {step:.3f} s a step (median of {len(report.steps)}), {report.tokens_per_second:,.0f} tokens/s",
         "  seconds: "
         + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in seconds.items() if name != "step"),

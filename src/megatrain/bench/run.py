@@ -21,19 +21,24 @@ import torch
 from megatrain.bench.bounds import measure_bounds, release
 from megatrain.bench.report import Report, Say, conclude, report_text
 from megatrain.bench.shapes import folder_of, structure_of
-from megatrain.errors import UserError
+from megatrain.errors import UserError, abbreviated
 from megatrain.executor.engine import HostEngine
 from megatrain.executor.gate import token_wise
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import probe
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, StepSize
-from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, gib, plan
+from megatrain.planner.memory import gib
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.shape import ModelShape, shape_of_structure
 
 logger = logging.getLogger(__name__)
+
+
+LEAST_WARMUP = 2
+"""The first AdamW update is the first to touch its moments (and may still compile); what that costs shows in the second step."""
 
 
 def bench(
@@ -57,7 +62,7 @@ def bench(
     Args:
         shape: A name of `QWEN3` or `CONFIGS`, or a model folder (its config is used, its weights are not).
         rows, tokens: Of a step: rows of so many tokens.
-        steps, warmup: Steps that count, and steps before them.
+        steps, warmup: Steps that count, and steps before them, `LEAST_WARMUP` at least.
         device: As for the engine.
         device_gib, host_gib: Caps, to rehearse a smaller machine.
         device_fraction: Share of the device's memory that the plan may fill; None for the usual one.
@@ -176,12 +181,17 @@ def _measure_steps(
     warmup: int,
     say: Say,
 ) -> None:
+    if warmup < LEAST_WARMUP:
+        say(
+            f"warm-up: {LEAST_WARMUP} steps instead of {warmup}, as the first update touches memory under the second step"
+        )
+        warmup = LEAST_WARMUP
     process = psutil.Process(os.getpid())
     started = time.perf_counter()
     engine = _engine(folder, device, arguments)
     try:
         report.device = str(engine.device)
-        say(f"engine made in {time.perf_counter() - started:.1f} s, {report.parameters / 1e9:.3g} B parameters")
+        say(f"engine made in {time.perf_counter() - started:.1f} s, {abbreviated(report.parameters)} parameters")
         vocabulary = engine.config.get_text_config().vocab_size
         found: list[dict[str, float]] = []
         for step in range(warmup + steps):

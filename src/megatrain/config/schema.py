@@ -496,7 +496,9 @@ class MetricsConfig(Section):
     """Where the numbers of a run go beside its own files, which always have them."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        default=(), description="services that get every step too; a service that fails or hangs never stops the run"
+        default=(),
+        description="any of tensorboard, wandb and trackio: services that get every step too; a service that fails or hangs "
+        "never stops the run",
     )
     project: str = Field(default="megatrain", min_length=1, description="the project at the services")
     instruments: StrictBool = Field(

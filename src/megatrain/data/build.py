@@ -368,7 +368,7 @@ class _SourceBuild:
         self, writer: StoreWriter, ids: np.ndarray, trained: np.ndarray, file: int, record: Record, sample: Sample
     ) -> None:
         if not trained[1:].any():
-            self._reject(SampleRejected("no token of it is trained"), file, record.line)
+            self._reject(SampleRejected(_untrained(sample)), file, record.line)
             return
         writer.add(ids, trained, file, record.line, _hash_of(repr(sample).encode()))
 
@@ -394,6 +394,11 @@ class _DocumentEnd:
     file: int
     line: int
     content_hash: int
+
+
+def _untrained(sample: Sample) -> str:
+    masked = isinstance(sample, TokenSample) and sample.trained is not None and not any(sample.trained)
+    return "all labels are -100: no token of it is trained" if masked else "no token of it is trained"
 
 
 def _begins_with(ids: np.ndarray, prefix: np.ndarray) -> bool:

@@ -66,7 +66,12 @@ class Encoder:
     def take_notes(self) -> list[str]:
         """What was noticed since the last call, for people."""
         straddled, self._straddled = self._straddled, 0
-        return [f"{straddled:,} answers begin inside a token of their prompt; it is not trained"] if straddled else []
+        begin = (
+            "1 answer begins inside a token of its"
+            if straddled == 1
+            else f"{straddled:,} answers begin inside a token of their"
+        )
+        return [f"{begin} prompt; it is not trained"] if straddled else []
 
     def ids(self, texts: Sequence[str]) -> list[IdArray]:
         """The ids of each text, nothing added. This is the fast path: no offsets are kept."""

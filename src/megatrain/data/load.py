@@ -21,6 +21,9 @@ from megatrain.errors import Problems, UserError, counted
 
 logger = logging.getLogger(__name__)
 
+MUCH_DROPPED = 0.1
+"""Share of a source's samples; to drop more is rarely what was meant."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -85,6 +88,18 @@ def load_data(
     return pack_data(data, opened, seed, log)
 
 
+def load_val(
+    data: DataLike, tokenizer: Any, *, vocab_size: int | None, model_max_length: int | None, seed: int, log: Log
+) -> PackedRows:
+    """As `load_data`, with the held-out rows alone; `data.val` is set.
+
+    Raises:
+        UserError: As `load_data`, but for rows that only training needs.
+    """
+    opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
+    return _rows(data, opened.pad_id, opened.val, "val", seed, log)
+
+
 def open_data(
     data: DataLike,
     tokenizer: Any,
@@ -117,7 +132,9 @@ def open_data(
             if not sum(len(part.chosen) for part in parts):
                 samples = sum(len(store) for _, store in train)
                 raise UserError(
-                    f"a fraction of {fraction} of {counted(samples, 'sample')} leaves none for {name}",
+                    f"a fraction of {fraction} of {counted(samples, 'sample')} leaves none for {name}"
+                    if samples > 1
+                    else "the data are one sample, which cannot be split into training and validation",
                     where="data.val.fraction",
                     remedy="choose another fraction, or give sources of their own (data.val.sources); a .txt file is one "
                     "sample, or with format: lines one for each line",
@@ -240,10 +257,13 @@ def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segmen
     pieces = packing.cut_samples(chosen, lengths, data.max_tokens, data.overflow, targets_in)
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
-        log(
+        share = pieces.too_long / len(lengths)
+        text = (
             f"{part.source.path}: {pieces.too_long:,} of {counted(len(lengths), 'sample')} "
-            f"({pieces.too_long / len(lengths):.1%}) longer than {data.max_tokens} tokens: {data.overflow}{lost}"
+            f"({share:.1%}) longer than {data.max_tokens} tokens: {data.overflow}{lost}"
         )
+        much = data.overflow == "drop" and share > MUCH_DROPPED
+        log(f"warning: {text}; raise data.max_tokens, or set data.overflow to truncate or split" if much else text)
     return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
 
 

@@ -94,7 +94,8 @@ class ChatRenderer:
             raise UserError(
                 f"{getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, and the data is chats",
                 where="data.chat_template",
-                remedy="give a file with a jinja template (data.chat_template: chat.jinja), or start from an instruct checkpoint",
+                remedy="give a file with a jinja template (data.chat_template: chat.jinja), or take an instruct checkpoint; "
+                "questions and answers in two columns need none as columns: {prompt: QUESTIONS, completion: ANSWERS}",
             )
         sample = self._with_fitting_calls(sample)
         if self.train_on == "all":

@@ -7,7 +7,6 @@ A record is a dict of columns, whatever the file: a line of JSON, an element of 
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import gzip
 import io
@@ -20,7 +19,7 @@ from typing import IO, Any
 
 from megatrain.data import hub
 from megatrain.data.rejects import SampleRejected
-from megatrain.errors import UserError
+from megatrain.errors import UserError, near_paths
 
 RECORD_SUFFIXES = {
     ".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl",
@@ -120,9 +119,9 @@ def find_files(path: str, where: str, *, subset: str | None = None, split: str |
         names = glob.glob(str(expanded), recursive=True)  # noqa: PTH207  (Path.glob takes no absolute patterns)
         files = sorted(Path(name) for name in names if Path(name).is_file())
         if not files:
-            raise UserError(f"the glob {path} matches no file", where=where, remedy=_near(expanded.parent))
+            raise UserError(f"the glob {path} matches no file", where=where, remedy=near_paths(expanded.parent))
         return files
-    raise UserError(f"{path} does not exist", where=where, remedy=_near(expanded))
+    raise UserError(f"{path} does not exist", where=where, remedy=near_paths(expanded))
 
 
 def unit_of(file: Path) -> str:
@@ -215,24 +214,6 @@ def _file_type(file: Path) -> tuple[str | None, str | None]:
 
 def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
-
-
-def _near(path: Path) -> str:
-    """What the user may have meant instead of a path that is not there."""
-    parent, name = path.parent, path.name
-    while not parent.is_dir() and parent != parent.parent:
-        parent, name = parent.parent, parent.name
-    try:
-        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
-    except PermissionError:
-        return f"check the path; {parent} cannot be listed"
-    # A wrong suffix or a shared stem is closer to what was meant than the ratio of letters says.
-    close = [other for other in names if name and Path(other).stem == Path(name).stem]
-    close += [other for other in difflib.get_close_matches(name, names, n=3) if other not in close]
-    if close:
-        return "did you mean " + " or ".join(str(parent / other) for other in close[:3]) + "?"
-    listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"check the path; {parent} holds {listing or 'nothing'}"
 
 
 # ---- opening

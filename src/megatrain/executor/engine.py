@@ -190,6 +190,7 @@ class HostEngine(EngineBase):
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
+        self._optimizer.compile_kernels(grad_dtype or transport)
 
         # flows;
         compiled = compile == "on" or (compile == "auto" and self._streams.cuda)

@@ -44,6 +44,15 @@ class HostOptimizer:
         self.saving: RunningSave | None = None
         """A save in progress: it has a unit copied, or the update wait, before the unit changes."""
 
+    def compile_kernels(self, gradient: torch.dtype) -> None:
+        """Have the threads compile what updates need while the engine is made and the first step computes. Returns at once.
+
+        Args:
+            gradient: Type of the gradients that AdamW reads.
+        """
+        if not all(self._store.units[unit.name].resident for unit in self._units):
+            self._updater.submit_compilation("lo" in self._store.dtypes, gradient)
+
     def launch(self, coefficients: StepCoefficients, arrived: Mapping[str, Event]) -> None:
         """Start the update of every unit from its gradient plane: on threads, or on the compute stream. Returns at once.
 

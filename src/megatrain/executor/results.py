@@ -16,8 +16,9 @@ class StepResult:
         grad_norm: Global norm of the gradients before clipping, None without target tokens.
         tokens: Target tokens.
         skipped: Why no weight was changed, None when the update was launched.
-        seconds: `step` in all, and in it `forward`, `head`, `backward` (device time), `update_wait` (for AdamW),
-            `slab_wait` (for a free gradient slab).
+        seconds: `step` in all, and in it `forward`, `head`, `backward` (device time, with what they wait for); `update_wait`
+            (for AdamW: before the forward and inside it) and `slab_wait` (for a free gradient slab, inside the backward) are
+            seen from the CPU, across these phases: they are no further parts of the step.
         loss_scale: Of this step (fp16), else 1.
         moved_bytes: Copied between host and device for this step: `h2d` (weights, offloaded inputs), `d2h` (gradients, inputs).
         pipeline: What the instruments say, None where they are off.

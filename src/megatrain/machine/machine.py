@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from megatrain.errors import UserError
+from megatrain.errors import UserError, near_paths
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -210,6 +210,8 @@ def read_figures(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     try:
         data = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("no such file", str(file), near_paths(file)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot be read: {error}", str(file), "give the path of a machine file") from None
     except YAMLError as error:

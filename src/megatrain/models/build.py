@@ -47,7 +47,7 @@ def find_model_folder(path: str | Path) -> Path:
         return folder
     if folder.is_file():
         raise UserError("is a file, not a model folder", str(path), "give the folder that holds config.json")
-    cached = _cached_snapshot(str(path))
+    cached = cached_snapshot(str(path))
     if cached is not None:
         return cached
     near = _near(folder.name, [p.name for p in folder.parent.iterdir() if p.is_dir()]) if folder.parent.is_dir() else []
@@ -58,6 +58,11 @@ def find_model_folder(path: str | Path) -> Path:
     else:
         remedy = "give a folder with config.json, or a cached hub id"
     raise UserError("no such model folder", str(path), remedy)
+
+
+def known_positions(config: PreTrainedConfig) -> int | None:
+    """The most positions that a row may have by the model's config; None: no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -321,7 +326,8 @@ def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), leaf
 
 
-def _cached_snapshot(hub_id: str) -> Path | None:
+def cached_snapshot(hub_id: str) -> Path | None:
+    """The folder of a hub id in the local cache, None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from megatrain.errors import EngineClosed
 from megatrain.metrics.spans import Row, Span
 from megatrain.optim import kernels
-from megatrain.optim.adamw import Segment, StepCoefficients
+from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
 
 # Pieces start at multiples of this: whole pages of every plane, so that two threads never write to one cache line.
 PIECE_ALIGN = 4096
@@ -182,6 +182,24 @@ class CpuUpdater:
 
         size = grad.numel()
         return self.submit(unit, cut_pieces(size, self.threads), update, after=after, row="adamw", size=size)
+
+    def submit_compilation(self, split: bool, gradient: torch.dtype) -> Future[None]:
+        """Compiles the kernel of `submit_update`, which else the first update waits for, and the forward behind it.
+
+        Args:
+            split: Masters are kept as hi and lo.
+            gradient: bf16 or fp32.
+        """
+
+        def compile_kernel(start: int, end: int) -> None:
+            # The types of the arguments are what numba compiles for; no element is touched.
+            master = [torch.bfloat16, torch.int16] if split else [torch.float32]
+            dtypes = [*master, torch.float32, torch.float32, gradient]
+            arrays = [kernels.bits_view(torch.empty(0, dtype=dtype)) for dtype in dtypes]
+            kernel = kernels.adamw_split if split else kernels.adamw_whole
+            kernel(*arrays, start, end, StepCoefficients.of(AdamW(), 1).scalars(Segment(0, 0, 0.0, 1.0)))
+
+        return self.submit("kernels", [(0, 0)], compile_kernel)
 
     def submit_add(
         self, unit: str, plane: Tensor, slab: Tensor, first: bool, after: After | None = None

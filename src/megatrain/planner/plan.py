@@ -6,13 +6,14 @@ What the engine does with a plan is `engine_options`; how people read it is `rep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Choice, Lines, Options, Policy, StepSize
-from megatrain.planner.memory import GIB, PROCESS_BYTES, device_peak, disk_lines, host_lines
+from megatrain.planner.memory import GIB, device_peak, disk_lines, host_lines
+from megatrain.planner.refusal import Asked, refusal
 from megatrain.planner.search import Search
 from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
@@ -39,6 +40,7 @@ class Plan:
         caps: What was allowed.
         timeline: Predicted seconds.
         steps: Length of the run, None where it is not known.
+        warnings: Of what can be planned and not run, for people.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Plan:
     caps: Caps
     timeline: Timeline
     steps: int | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def host_bytes(self) -> int:
@@ -111,6 +114,7 @@ class Plan:
             "tokens_per_second": self.tokens_per_s,
             "total_seconds": self.total_seconds,
             "options": asdict(self.options),
+            "warnings": list(self.warnings),
         }  # fmt: skip
 
 
@@ -153,7 +157,7 @@ def plan(
     caps, options = caps or caps_for(machine), options or Options()
     best = Search(shape, machine, step, caps, options).best()
     if best is None:
-        raise PlanRefused(_refusal(shape, machine, step, caps, options))
+        raise PlanRefused(refusal(Asked(shape, machine, step, caps, options)))
     return _made(shape, machine, step, caps, options, best.choice, steps)
 
 
@@ -214,79 +218,3 @@ def engine_options(plan: Plan) -> dict[str, Any]:
         "keep_attention": (), "keep_mlp": (), "mlp_chunk_tokens": None,
     }  # fmt: skip
     return {name: value for name, value in arguments.items() if name not in unused or value != unused[name]}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusal
-
-
-def _refusal(shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, options: Options) -> str:
-    """The ledger of the choice that comes nearest, and the ways down with what each comes to."""
-    choice = Search(shape, machine, step, caps, options).leanest()
-    host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice)
-    text = [
-        f"{shape.name} ({shape.parameters / 1e9:.3g} B parameters), {step.rows} x {step.tokens} tokens a step, "
-        f"does not fit {machine.name}"
-    ]
-    for place, lines, allowed in (("host", host, caps.host_bytes), ("device", device.lines, caps.device_bytes)):
-        needed = sum(lines.values())
-        verdict = f"{gib(needed - allowed)} too much" if needed > allowed else "fits"
-        text.append(f"  {place} memory: {gib(needed)} needed at least, {gib(allowed)} allowed: {verdict}")
-        text += [f"    {gib(size):>11}  {name}" for name, size in lines.items()]
-    if resident := choice.resident_elements(shape):
-        text.append(f"  ({resident / 1e9:.3g} B parameters are on the device already)")
-    # offloaded inputs are on the host because the device is too small for them
-    short = sum(host.values()) > caps.host_bytes, device.nbytes > caps.device_bytes or choice.offloaded > 0
-    text.append("  ways down:")
-    text += [f"    - {way}" for way in _ways(shape, machine, step, caps, options, choice, *short)]
-    return "\n".join(text)
-
-
-def _ways(
-    shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, options: Options, choice: Choice, host: bool, device: bool
-) -> list[str]:  # fmt: skip
-    def fits(new_options: Options = options, new_step: StepSize = step) -> str:
-        fit = Search(shape, machine, new_step, caps, new_options).any_fits()
-        return "then it fits" if fit else "that alone is not enough"
-
-    ways = []
-    if options.gradient_plane and options.compute != "fp16" and host:
-        eaten = replace(options, gradient_plane=False, windows=1)
-        width = options.gradient_bytes(choice.windows)
-        ways.append(
-            f"without clipping (optim.max_grad_norm: null, memory.gradient_plane: false): {width} bytes a parameter less, "
-            f"{gib(width * (shape.parameters - choice.resident_elements(shape)))}; {fits(eaten)}"
-        )
-    if options.windows is not None and options.windows > 1 and host:
-        ways.append(
-            f"batch.windows: 1: gradients in {options.transport_bytes} bytes instead of 4; {fits(replace(options, windows=1))}"
-        )
-    if device:
-        if options.policy in ("keep", "selective"):
-            ways.append(f"activations.policy: auto keeps what fits; {fits(replace(options, policy='auto'))}")
-        if options.segment == 1:
-            ways.append(
-                f"activations.segment: 4 keeps every 4th layer's input; {fits(replace(options, segment=4, policy='recompute'))}"
-            )
-        if step.rows > 1:
-            fewer = StepSize(max(1, step.rows // 4), step.tokens)
-            ways.append(f"fewer tokens a step: {fewer.rows} rows of {fewer.tokens}; {fits(new_step=fewer)}")
-        if step.tokens > 1024:
-            shorter = StepSize(step.rows, step.tokens // 4)
-            ways.append(f"shorter rows: {shorter.rows} of {shorter.tokens} tokens; {fits(new_step=shorter)}")
-        ways.append("a larger device, or a higher memory.device_gib")
-    if host:
-        lines = host_lines(shape, step, options, choice)
-        needed = sum(lines.values())
-        resident = choice.resident_elements(shape)
-        width = 12 + options.gradient_bytes(choice.windows)
-        other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
-        most = resident + max(0, caps.host_bytes - other) / width
-        ways.append(f"a host with {gib(needed)} for the run, or a higher memory.host_gib")
-        ways.append(f"a model of at most about {most / 1e9:.3g} B parameters")
-    return ways
-
-
-def gib(size: float) -> str:
-    """A size for people."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / (1 << 20):,.0f} MiB"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from megatrain.errors import abbreviated, counted
 from megatrain.planner.choice import Lines
-from megatrain.planner.plan import Plan, gib
+from megatrain.planner.memory import gib, size_lines
+from megatrain.planner.plan import Plan
 
 POLICY_WORDS = {
     "attention": "recompute all but the attention of", "mlp": "recompute all but the MLP's products of"
@@ -17,12 +19,14 @@ def plan_text(plan: Plan) -> str:
     """The whole plan for people: decisions, ledger, seconds."""
     choice, timeline = plan.choice, plan.timeline
     out = [
-        f"plan for {plan.model}, {plan.parameters / 1e9:.3g} B parameters, on {plan.machine}",
-        f"  a step: {plan.step.rows} rows x {plan.step.tokens} tokens in {_count(choice.windows, 'window')}; "
-        f"layers compute {_count(choice.chunk_rows, 'row')} together, the head {choice.head_chunk_tokens} tokens",
+        f"plan for {plan.model}, {abbreviated(plan.parameters)} parameters, on {plan.machine}",
+        f"  a step: {counted(plan.step.rows, 'row')} x {counted(plan.step.tokens, 'token')} in "
+        f"{counted(choice.windows, 'window')}; layers compute {counted(choice.chunk_rows, 'row')} together, the head "
+        f"{counted(choice.head_chunk_tokens, 'token')}",
+        *(f"  warning: {warning}" for warning in plan.warnings),
         f"  placement: {_placement(plan)}",
         f"  activations: {_policies(plan)}",
-        f"  AdamW on the host: {_count(plan.threads, 'thread')}",
+        f"  AdamW on the host: {counted(plan.threads, 'thread')}",
         *_table("host memory", plan.host, plan.caps.host_bytes),
         *_table(f"device memory, worst in the {plan.device_moment}", plan.device, plan.caps.device_bytes),
         *_table("disk, one checkpoint", plan.disk, None),
@@ -49,7 +53,7 @@ def _table(title: str, lines: Lines, allowed: int | None) -> list[str]:
     of = f" of {gib(allowed)}" if allowed is not None else ""
     return [
         f"  {title}: {gib(sum(lines.values()))}{of}",
-        *(f"    {gib(size):>11}  {name}" for name, size in lines.items()),
+        *size_lines(lines),
     ]
 
 
@@ -61,7 +65,7 @@ def _placement(plan: Plan) -> str:
         return "all units in host memory; AdamW runs on the CPU under the next forward"
     layers = sum(name.startswith("layer.") for name in resident)
     edges = [name for name in resident if not name.startswith("layer.")]
-    what = [*edges, *([f"the first {_count(layers, 'layer')}"] if layers else [])]
+    what = [*edges, *([f"the first {counted(layers, 'layer')}"] if layers else [])]
     return f"on the device {' and '.join(what)}; the rest in host memory"
 
 
@@ -87,15 +91,12 @@ def _ranges(layers: Sequence[int]) -> str:
 
 def _length(plan: Plan) -> str:
     if plan.total_seconds is not None:
-        return f"{_hours(plan.total_seconds)} for {plan.steps:,} steps"
-    return f"{_hours(1000 * plan.seconds)} for 1,000 steps"
+        return f"{duration(plan.total_seconds)} for {counted(plan.steps or 0, 'step')}"
+    return f"{duration(1000 * plan.seconds)} for 1,000 steps"
 
 
-def _hours(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A long time for people."""
     if seconds < 3600:
         return f"{seconds / 60:.1f} minutes"
     return f"{seconds / 3600:.1f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

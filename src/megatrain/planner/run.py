@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
     else:
         machine = _this_machine(run)
         caps = _capped(available_caps(machine, run.memory.device_fraction), run)
-    return plan_config(config, run, machine, caps, folder.name, total_steps)
+    made = plan_config(config, run, machine, caps, folder.name, total_steps)
+    return replace(made, warnings=warnings_of(run, config))
 
 
 def plan_config(
@@ -58,6 +60,19 @@ def plan_config(
     step = StepSize(run.rows_per_step, run.data.max_tokens)
     steps = total_steps or run.schedule.steps
     return plan(shape, machine, step, caps, options_of(run), steps=steps)
+
+
+def warnings_of(run: RunConfig, config: PreTrainedConfig) -> tuple[str, ...]:
+    """What `check` refuses although it can be planned: rows that are longer than the model's positions."""
+    from megatrain.models.build import known_positions
+
+    positions, tokens = known_positions(config), run.data.max_tokens
+    if positions is None or tokens <= positions:
+        return ()
+    return (
+        f"data.max_tokens: rows of {tokens:,} tokens are longer than the {positions:,} positions of the model; check and train "
+        "refuse them",
+    )
 
 
 def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.errors import PlanRefused
+from megatrain.errors import PlanRefused, abbreviated, counted
 from megatrain.mesh.layout import Layout, whole_attention
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
 from megatrain.planner.cluster.memory import heaviest_rank
 from megatrain.planner.cluster.search import Found, search
 from megatrain.planner.cluster.shards import count_on_fake_group
-from megatrain.planner.plan import gib
+from megatrain.planner.memory import gib, size_lines
 
 CHECKED = 3
 """Of the best layouts so many are built on a fake process group; each takes a second or two."""
@@ -47,6 +47,7 @@ class ClusterPlan:
         yours: The file's own layout, None if it gives none.
         elements: Parameters that the heaviest rank of the first `CHECKED` layouts holds, counted on a fake process group.
         steps: Length of the run, None where it is not known.
+        warnings: Of what can be planned and not run, for people.
     """
 
     job: Job
@@ -54,6 +55,7 @@ class ClusterPlan:
     yours: Yours | None
     elements: tuple[int, ...]
     steps: int | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def best(self) -> Verdict:
@@ -76,6 +78,7 @@ class ClusterPlan:
                 {**verdict.as_dict(), "counted_elements_of_heaviest_rank": elements}
                 for verdict, elements in itertools.zip_longest(self.found.best, self.elements)
             ],
+            "warnings": list(self.warnings),
             "yours": None
             if yours is None
             else {"problems": list(yours.problems), "verdict": yours.verdict and yours.verdict.as_dict()},
@@ -138,14 +141,14 @@ def _ledger(lines: Mapping[str, float]) -> str:
 def _refusal(job: Job, found: Found) -> str:
     shape, step = job.inventory.shape, job.step
     text = [
-        f"{shape.name} ({shape.parameters / 1e9:.4g} B parameters), {step.rows} rows x {step.tokens} tokens a step: no layout "
-        f"fits {job.world} GPUs of {job.cluster.name}"
+        f"{shape.name} ({abbreviated(shape.parameters)} parameters), {counted(step.rows, 'row')} x "
+        f"{counted(step.tokens, 'token')} a step: no layout fits {job.world} GPUs of {job.cluster.name}"
     ]
     text += [f"  {count:>7,} refused: {why}" for why, count in found.refused.most_common()]
     if found.nearest is not None:
         way, memory = found.nearest, heaviest_rank(job, found.nearest)
         text.append(f"  nearest: {layout_words(way)}; {gib(memory.nbytes)} of {gib(allowed_bytes(job))}")
-        text += [f"    {gib(size):>11}  {name}" for name, size in memory.lines.items()]
+        text += size_lines(memory.lines)
         state = 16 * shape.parameters
         text.append("  ways down:")
         text.append(
@@ -176,6 +179,6 @@ def layout_words(way: Way) -> str:
     ]
     if layout.pipeline > 1:
         names.append(layout.schedule + (f" x{layout.virtual}" if layout.virtual > 1 else ""))
-    names.append(f"{layout.pieces} microbatches")
+    names.append("1 microbatch" if layout.pieces == 1 else f"{layout.pieces} microbatches")
     names.append("recompute" if way.recompute else "keep")
     return ", ".join(names)

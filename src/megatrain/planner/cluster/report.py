@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from megatrain.errors import abbreviated, counted
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, describe
 from megatrain.planner.cluster.plan import ClusterPlan, layout_words
-from megatrain.planner.plan import gib
+from megatrain.planner.memory import gib, size_lines
+from megatrain.planner.report import duration
 
 
 def cluster_text(plan: ClusterPlan) -> str:
@@ -23,10 +25,11 @@ def cluster_json(plan: ClusterPlan) -> str:
 def _head(plan: ClusterPlan) -> Iterator[str]:
     job, found = plan.job, plan.found
     yield (
-        f"plan for {job.inventory.shape.name}, {job.inventory.shape.parameters / 1e9:.4g} B parameters, "
+        f"plan for {job.inventory.shape.name}, {abbreviated(job.inventory.shape.parameters)} parameters, "
         f"on {job.world} GPUs of {job.cluster.name}"
     )
-    yield f"  a step: {job.step.rows:,} rows x {job.step.tokens:,} tokens"
+    yield f"  a step: {counted(job.step.rows, 'row')} x {counted(job.step.tokens, 'token')}"
+    yield from (f"  warning: {warning}" for warning in plan.warnings)
     yield f"  {found.tried:,} ways tried, {found.fit:,} fit; refused:"
     for why, count in found.refused.most_common(6):
         yield f"    {count:>9,}  {why}"
@@ -77,7 +80,7 @@ def _first(plan: ClusterPlan) -> Iterator[str]:
     memory, loss = best.memory, best.goodput
     yield f"  the first in full; bottleneck: {best.bottleneck}"
     yield f"    memory of pipeline rank {memory.pipeline_rank}, the heaviest: {gib(memory.nbytes)} of {gib(allowed_bytes(job))}"
-    yield from (f"      {gib(size):>11}  {name}" for name, size in memory.lines.items())
+    yield from size_lines(memory.lines, indent=6)
     yield f"      {plan.elements[0]:,} parameters on it, counted by the engine's own code on a fake process group"
     yield "    traffic of a GPU in a step:"
     for name, flow in best.flows.items():
@@ -89,8 +92,7 @@ def _first(plan: ClusterPlan) -> Iterator[str]:
         f"save every {loss.every_steps:,} steps ({loss.every_s / 3600:.1f} h); goodput {loss.share:.1%}"
     )
     if plan.steps is not None:
-        days = plan.steps * best.step_s / loss.share / 86400
-        yield f"    {plan.steps:,} steps: {days:,.1f} days"
+        yield f"    {counted(plan.steps, 'step')}: {duration(plan.steps * best.step_s / loss.share)}"
 
 
 def _link(link: str) -> str:

@@ -18,6 +18,7 @@ from megatrain.planner.choice import StepSize
 from megatrain.planner.cluster.job import ENGINE, Job, Practice, Way
 from megatrain.planner.cluster.plan import ClusterPlan, plan_cluster
 from megatrain.planner.cluster.shards import Inventory
+from megatrain.planner.run import warnings_of
 from megatrain.planner.shape import shape_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def plan_cluster_run(run: RunConfig, *, machine_file: str | Path, world: int) ->
     )
     practice = replace(job.practice, compiled="plain" if run.activations.compile == "auto" else "none")
     job = replace(job, background=run.checkpoint.background, practice=practice)
-    return plan_cluster(job, config, yours=_own_way(run, world), steps=run.schedule.steps)
+    made = plan_cluster(job, config, yours=_own_way(run, world), steps=run.schedule.steps)
+    return replace(made, warnings=warnings_of(run, config))
 
 
 def job_of(
