@@ -80,6 +80,12 @@ class CountingEngine:
         then()
         return Saved()
 
+    def prepare_save(self, buffer_bytes: int | None = None) -> None:
+        pass
+
+    def cancel_save(self) -> None:
+        pass
+
     def wait_saved(self) -> None:
         pass
 
