@@ -39,6 +39,7 @@ from megatrain.metrics.trackers import Trackers
 from megatrain.mfu import utilisation_of
 from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
+from megatrain.run_lock import RunLock
 from megatrain.saves import RunSaves
 from megatrain.stop import StopSignals
 from megatrain.watch import RunWatch
@@ -90,7 +91,8 @@ def train(
         engine: Use this engine instead of making one from `run`; it is not closed.
 
     Raises:
-        UserError: Something given is wrong; all problems at once, before anything is loaded or written.
+        UserError: Something given is wrong; all problems at once, before anything is loaded or written. Or another process
+            trains in this folder.
         PlanRefused: The run does not fit the machine.
         NumericStop: The run has diverged, and may not go back (any more).
         HostMemoryLow: The host's memory came to its end; the state was saved.
@@ -101,8 +103,8 @@ def train(
         from megatrain.train_mesh import train_on_mesh
 
         return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
-    with StopSignals() as stop, RunLogger() as log:
-        folder = RunFolder(run.run.dir)
+    folder = RunFolder(run.run.dir)
+    with StopSignals() as stop, RunLogger() as log, RunLock(folder.path):
         prepared = prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
         if stop:
             log.info(f"stopped by {stop.requested} before the first step")

@@ -36,6 +36,7 @@ from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.planner.shape import shape_of_structure
 from megatrain.run_folder import RunFolder
+from megatrain.run_lock import RunLock
 from megatrain.stop import StopSignals
 from megatrain.train import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, open_folder
 
@@ -64,6 +65,7 @@ def train_on_mesh(
         _noting_ends(),
         StopSignals() as signals,
         _logger(main) as log,
+        _locked(Path(run.run.dir), main, device),
         Watchdog(Path(run.run.dir), limits) as watch,
     ):
         with contextlib.ExitStack() as start, watch.ending_after_errors():
@@ -91,6 +93,9 @@ def train_on_mesh(
 
 GATHER_EVERY_STEP_RANKS, GATHER_EVERY = 64, 16
 """More ranks than that tell each other their numbers at every sixteenth step only."""
+
+RESTART_WAIT_S = 30.0
+"""How long the run's lock may still be held by an attempt that torchrun has ended [s]."""
 
 
 class StartAgain(MegatrainError):
@@ -280,6 +285,24 @@ def _joined(device: torch.device, timeout_s: float) -> Iterator[None]:
     yield
     if made:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, main: bool, device: torch.device) -> Iterator[None]:
+    """The run's folder, locked by rank 0. Collective: where it is refused, all ranks end."""
+    # after a restart, another host's rank 0 of the attempt before may still be on its way out
+    wait_s = RESTART_WAIT_S if launch.attempt() else 0.0
+    with contextlib.ExitStack() as stack:
+        taken = False
+        try:
+            if main:
+                stack.enter_context(RunLock(folder, wait_s))
+            taken = True
+        finally:
+            agreed = agree(taken, device)
+        if not agreed:
+            raise SystemExit(UserError.exit_code)  # rank 0 says why
+        yield
 
 
 def section_limits(watchdog: WatchdogConfig) -> dict[str, float | None]:
