@@ -9,9 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from counting import CountingEngine
 from megatrain.check import check
@@ -27,6 +29,14 @@ from tiny_run import config, prepare
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    """After an error a rank leaves its process group to die with the process; here the process goes on."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def make(files: Path, tmp_path: Path, *overrides: str) -> RunConfig:

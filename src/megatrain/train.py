@@ -29,7 +29,7 @@ from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
-from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, counted
+from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed, counted, writing
 from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.host.watermark import HostWatermark
 from megatrain.metrics.logger import RunLogger, quiet_libraries
@@ -96,6 +96,7 @@ def train(
         PlanRefused: The run does not fit the machine.
         NumericStop: The run has diverged, and may not go back (any more).
         HostMemoryLow: The host's memory came to its end; the state was saved.
+        WriteFailed: The disk refuses a file of the run; the state was saved, unless the error says otherwise.
         KeyboardInterrupt: A second SIGINT or SIGTERM.
     """
     quiet_libraries()
@@ -110,14 +111,18 @@ def train(
             log.info(f"stopped by {stop.requested} before the first step")
             total, step = prepared.total_steps, prepared.past.step
             return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
-        open_folder(folder, run, log)
+        with errors_into_log(log, folder):
+            open_folder(folder, run, log)
         if engine is None:  # minutes, for a large model
             made = "making random" if run.model.init == "random" else "reading the"
             log.info(
                 f"{made} weights" if prepared.start_from is None else f"reading the state of {prepared.start_from}"
             )
-        with errors_into_log(log), engine_for(prepared, engine) as running:
-            return Loop(prepared, running, folder, log, stop).run()
+        with errors_into_log(log, folder), engine_for(prepared, engine) as running:
+            loop = Loop(prepared, running, folder, log, stop)
+            summary = loop.run()
+            loop.raise_write_failed()
+            return summary
 
 
 def open_folder(folder: RunFolder, run: RunConfig, log: RunLogger) -> None:
@@ -133,16 +138,25 @@ def open_folder(folder: RunFolder, run: RunConfig, log: RunLogger) -> None:
 
 
 @contextmanager
-def errors_into_log(log: RunLogger) -> Iterator[None]:
+def errors_into_log(log: RunLogger, folder: RunFolder) -> Iterator[None]:
     """What ends a run is in its log too, with the traceback if nobody expected it."""
     try:
         yield
+    except WriteFailed as failed:
+        error = WriteFailed(failed.what, failed.where, f"{failed.remedy}, then go on{_from_newest(folder)}")
+        log.to_file(f"error: {error}")
+        raise error from None
     except MegatrainError as error:
         log.to_file(f"error: {error}")
         raise
     except BaseException as error:
         log.to_file(f"error: {type(error).__name__}: {error}", error)
         raise
+
+
+def _from_newest(folder: RunFolder) -> str:
+    newest = latest_complete(folder.checkpoints)
+    return f" from {newest} with --resume auto" if newest is not None else " with --resume auto: nothing was saved yet"
 
 
 @contextmanager
@@ -194,6 +208,7 @@ class Loop:
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
         self.saves = RunSaves(engine, folder, self.run_config.checkpoint, self._extra, self.step, prepared.start_from)
         self.memory_low: HostMemoryLow | None = None
+        self.write_failed: WriteFailed | None = None
         self.process = psutil.Process()
         self.watch = RunWatch(self.run_config, self.process)
         self.started_s = time.perf_counter()
@@ -216,12 +231,30 @@ class Loop:
         else:
             self._refuse_if_nothing_was_trained()
         if config.checkpoint.at_end or self.stop:
-            self.saves.finish(self.step)
+            self._save_at_end()
         self.saves.settle()
         summary = self._summary()
         if not self.stop:
             self.log.info(_last_words(summary, self.folder))
         return summary
+
+    def _save_at_end(self) -> None:
+        try:
+            self.saves.finish(self.step)
+        except UserError as error:
+            if (failed := self.write_failed) is None:
+                raise
+            what = f"{failed.what}; nor could step {self.step} be saved: {error.where}: {error.what}"
+            raise WriteFailed(what, failed.where, failed.remedy) from None
+
+    def raise_write_failed(self) -> None:
+        """After `run`: the error that ended it, if it was the disk's.
+
+        Raises:
+            WriteFailed: Names the file.
+        """
+        if self.write_failed is not None:
+            raise self.write_failed
 
     def _refuse_if_nothing_was_trained(self) -> None:
         """A run may be shorter than `max_bad_steps`: what it would save then are the weights that it began with.
@@ -412,7 +445,11 @@ class Loop:
 
     def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
         self.history.append(record)
-        metrics.write(record)
+        try:
+            metrics.write(record)
+        except WriteFailed as error:  # the step itself has been taken: it is saved before the run ends
+            self.write_failed = self.write_failed or error
+            self.stop.request(f"the disk, which refuses {error.where},")
         self.trackers.write(record)
 
     def _open_trackers(self) -> Trackers:
@@ -559,7 +596,12 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is never seen half written."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    """Write a file that is never seen half written.
+
+    Raises:
+        WriteFailed: The system refuses it.
+    """
+    with writing(path):
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)

@@ -73,13 +73,14 @@ def train_on_mesh(
             folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
             prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
             if main:
-                open_folder(folder, run, log)
+                with errors_into_log(log, folder):
+                    open_folder(folder, run, log)
                 launch.note_begun(folder.path)
             stop = AgreedStop(signals, folder, device)
             stop.agree()
             rung = [times_out_of_memory(folder.path)]
             dist.broadcast_object_list(rung, src=0)
-            with errors_into_log(log), engine_for(prepared, engine, rung=rung[0]) as running:
+            with errors_into_log(log, folder), engine_for(prepared, engine, rung=rung[0]) as running:
                 running.watch = watch.section
                 kind = _MainLoop if main else _SilentLoop
                 loop = kind(prepared, running, folder, log, stop)
@@ -88,6 +89,8 @@ def train_on_mesh(
                 summary = loop.run()
         watch.neighbours_may_end()
         dist.barrier()
+        with errors_into_log(log, folder):
+            loop.raise_write_failed()
         return summary
 
 
