@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "check the path, and the rights and the room there"
         print(f"error: {UserError(str(error.strerror), str(error.filename), remedy)}", file=sys.stderr)  # noqa: T201
         return UserError.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
 
 

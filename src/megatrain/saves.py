@@ -12,6 +12,7 @@ from typing import Any
 from megatrain.checkpoint.background import SaveProgress
 from megatrain.config.schema import CheckpointConfig
 from megatrain.errors import UserError
+from megatrain.ledger import gib
 from megatrain.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class RunSaves:
         config: When and how.
         extra: Gives what to keep with a checkpoint.
         step, checkpoint: Where the run starts from.
+        size_bytes: Of a checkpoint, for people.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class RunSaves:
         extra: Callable[[], dict[str, Any]],
         step: int,
         checkpoint: Path | None,
+        size_bytes: int = 0,
     ):
         self._engine, self._folder, self._config, self._extra = engine, folder, config, extra
-        self.saved_step, self.checkpoint = step, checkpoint
+        self.saved_step, self.checkpoint, self._size_bytes = step, checkpoint, size_bytes
         self._running: Any = None
         self._running_step = step
         self._said_s = 0.0
@@ -144,17 +147,24 @@ class RunSaves:
 
     def settle(self) -> None:
         """Wait for the save in progress. Its failure ends the run or is a warning."""
+        if self._running is not None and not self._running.done():
+            logger.info("step %d is still being saved", self._running_step)
         self._engine.wait_saved()
         self.report()
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, remark: str = "") -> None:
         """The last save of a process: the state of `step` is on the disk when this returns.
+
+        Args:
+            step: The last step.
+            remark: Follows the line that says that it is being saved.
 
         Raises:
             UserError: It could not be saved, whatever `checkpoint.on_error` says: there is nothing to go on with.
         """
         self.settle()
         if step != self.saved_step:
+            logger.info("saving step %d (%s)%s", step, gib(self._size_bytes), remark)
             self._start(self._folder.checkpoint(step), step, wait=True)
             self.report()
 

@@ -41,7 +41,7 @@ from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
 from megatrain.run_lock import RunLock
 from megatrain.saves import RunSaves
-from megatrain.stop import StopSignals
+from megatrain.stop import StopSignals, is_signal
 from megatrain.watch import RunWatch
 
 if TYPE_CHECKING:
@@ -146,6 +146,15 @@ def errors_into_log(log: RunLogger, folder: RunFolder) -> Iterator[None]:
         error = WriteFailed(failed.what, failed.where, f"{failed.remedy}, then go on{_from_newest(folder)}")
         log.to_file(f"error: {error}")
         raise error from None
+    except KeyboardInterrupt:
+        newest = latest_complete(folder.checkpoints)
+        text = (
+            f"interrupted; go on from {newest.name} with --resume auto"
+            if newest is not None
+            else "interrupted; nothing was saved yet: --resume auto begins anew"
+        )
+        log.to_file(text)
+        raise KeyboardInterrupt(text) from None
     except MegatrainError as error:
         log.to_file(f"error: {error}")
         raise
@@ -206,7 +215,15 @@ class Loop:
         self.rates = PastRates(self.learning_rate_at, self.step)
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
-        self.saves = RunSaves(engine, folder, self.run_config.checkpoint, self._extra, self.step, prepared.start_from)
+        self.saves = RunSaves(
+            engine,
+            folder,
+            self.run_config.checkpoint,
+            self._extra,
+            self.step,
+            prepared.start_from,
+            prepared.checkpoint_bytes,
+        )
         self.memory_low: HostMemoryLow | None = None
         self.write_failed: WriteFailed | None = None
         self.process = psutil.Process()
@@ -226,21 +243,21 @@ class Loop:
             self.log.warning(f"host memory is at its end: saving step {self.step} before the run ends")
             self.saves.finish(self.step)
             raise self.watch.host_memory_low(self.engine.memory()) from None
-        if self.stop:
-            self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
-        else:
+        if not self.stop:
             self._refuse_if_nothing_was_trained()
         if config.checkpoint.at_end or self.stop:
             self._save_at_end()
         self.saves.settle()
         summary = self._summary()
-        if not self.stop:
+        if self.stop:
+            self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
+        else:
             self.log.info(_last_words(summary, self.folder))
         return summary
 
     def _save_at_end(self) -> None:
         try:
-            self.saves.finish(self.step)
+            self.saves.finish(self.step, "; a second signal gives it up" if is_signal(self.stop.requested) else "")
         except UserError as error:
             if (failed := self.write_failed) is None:
                 raise
