@@ -115,9 +115,7 @@ def train(
             open_folder(folder, run, log)
         if engine is None:  # minutes, for a large model
             made = "making random" if run.model.init == "random" else "reading the"
-            log.info(
-                f"{made} weights" if prepared.start_from is None else f"reading the state of {prepared.start_from}"
-            )
+            log.info(f"{made} weights" if prepared.start_from is None else "making room for weights and moments")
         with errors_into_log(log, folder), engine_for(prepared, engine) as running:
             loop = Loop(prepared, running, folder, log, stop)
             summary = loop.run()
@@ -226,12 +224,15 @@ class Loop:
         )
         self.memory_low: HostMemoryLow | None = None
         self.write_failed: WriteFailed | None = None
+        self.unread = prepared.start_from
+        """The checkpoint that the engine may still be reading: until a step or an evaluation has needed all of it."""
         self.process = psutil.Process()
         self.watch = RunWatch(self.run_config, self.process)
         self.started_s = time.perf_counter()
         if prepared.start_from is not None:
-            self.engine.load(prepared.start_from, wait=False)
-            self.log.info(f"resumed from {prepared.start_from} after step {self.step}")
+            self.log.info(f"going on after step {self.step}: reading {prepared.start_from}")
+            with self._explaining_damage():
+                self.engine.load(prepared.start_from, wait=False)
 
     def run(self) -> TrainSummary:
         config = self.run_config
@@ -362,9 +363,11 @@ class Loop:
         batch, row_numbers = batches.next()
         data_wait_s = time.perf_counter() - start
         learning_rate = self.learning_rate_at(step - 1)
-        result = self.engine.train_step(batch, learning_rate=learning_rate)
+        with self._explaining_damage():
+            result = self.engine.train_step(batch, learning_rate=learning_rate)
         step_s = time.perf_counter() - start
 
+        self._say_resumed(step - 1)
         skipped, rows = result.skipped, self.loader.rows
         # padding is computed too, but it would make a speed out of nothing
         documents = rows.document_lengths(row_numbers)
@@ -393,6 +396,26 @@ class Loop:
             pipeline=self.watch.figures(result.pipeline, data_wait_s),
             **self._now(),
         )
+
+    @contextmanager
+    def _explaining_damage(self) -> Iterator[None]:
+        """Where a damaged part of the checkpoint that the run starts from is found: say the way that works."""
+        try:
+            yield
+        except UserError as error:
+            other = (
+                latest_complete(self.folder.checkpoints, except_for=self.unread) if self.unread is not None else None
+            )
+            if other is None or "damaged" not in str(error):
+                raise
+            while isinstance(error.__cause__, UserError):  # what a reader found, below what others made of it
+                error = error.__cause__
+            raise UserError(error.what, error.where, f"the newest other one is the way on: --resume {other}") from error
+
+    def _say_resumed(self, after_step: int) -> None:
+        if self.unread is not None:
+            self.log.info(f"resumed from {self.unread} after step {after_step}")
+            self.unread = None
 
     def _act_on_alerts(self, record: StepRecord) -> Divergence | None:
         """Say what the rules have found, and do what the config wants done then."""
@@ -447,9 +470,10 @@ class Loop:
         if self.val is None:
             return record
         try:
-            found: EvalSummary | None = evaluate(
-                self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
-            )
+            with self._explaining_damage():
+                found: EvalSummary | None = evaluate(
+                    self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
+                )
         except HostMemoryLow as error:
             self.memory_low = error  # the step itself has been taken, and is recorded first
             return record
