@@ -71,14 +71,25 @@ class CountingEngine:
         return Evaluated(self.weight * tokens, tokens)
 
     def save(
-        self, directory: Path, extra: dict[str, Any] | None = None, *, then: Callable[[], None] = lambda: None, **_: Any
+        self,
+        directory: Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        then: Callable[[SaveProgress], object] = lambda progress: None,
+        **_: Any,
     ) -> Saved:
         with FolderWriter(directory) as writer:
             state = {"weight": self.weight, "step": self.step, "extra": extra or {}}
             writer.write_json("state.json", {"state": state})
             writer.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": self.step})
-        then()
+        then(Saved().progress())
         return Saved()
+
+    def prepare_save(self, buffer_bytes: int | None = None) -> None:
+        pass
+
+    def cancel_save(self) -> None:
+        pass
 
     def wait_saved(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from counting import CountingEngine, Result
+from counting import CountingEngine, Result, Saved
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import StepLoader
@@ -352,6 +353,30 @@ def test_a_second_signal_stops_at_once(files: Path, tmp_path: Path) -> None:
         train(run, engine=CountingEngine(interrupt))
     assert [record.step for record in records(run)] == [1]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_save_after_a_signal_is_said_before_it_and_the_stop_behind_it(files: Path, tmp_path: Path) -> None:
+    run = make(files, tmp_path)
+    train(run, engine=CountingEngine(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None))
+    lines = [line.partition(" ")[2].partition(" ")[2] for line in log_of(run).splitlines()[-3:]]
+    assert re.fullmatch(r"saving step 3 \([\d.]+ MiB\); a second signal gives it up", lines[0])
+    assert lines[1].startswith("step 3: saved ")
+    assert lines[2] == "stopped by SIGTERM after step 3 of 4"
+
+
+def test_a_second_signal_during_the_save_says_where_the_run_goes_on(files: Path, tmp_path: Path) -> None:
+    class Insisted(CountingEngine):
+        def save(self, directory: Path, *rest: Any, **more: Any) -> Saved:
+            if self.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().save(directory, *rest, **more)
+
+    run = make(files, tmp_path, "--checkpoint.every_steps=2")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(run, engine=Insisted(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None))
+    assert str(caught.value) == "interrupted; go on from step_000002 with --resume auto"
+    assert log_of(run).endswith(f" {caught.value}\n")
+    assert "Traceback" not in log_of(run) and "stopped by" not in log_of(run)
 
 
 # CASES 18 in the loop.

@@ -407,16 +407,22 @@ def test_sigterm_while_a_checkpoint_streams_in(files: Path, tmp_path: Path, monk
         assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
 
 
-def test_a_damaged_checkpoint_is_not_trained_on(files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", ["embedding", "layer.1"])
+def test_a_damaged_checkpoint_is_not_trained_on(unit: str, files: Path, tmp_path: Path) -> None:
     """CASES 28: found while it streams in, before any step is recorded; file, tensor and the newest other one are named."""
     run = make(files, tmp_path, "--schedule.steps=4", "--checkpoint.every_steps=2")
     train(run)
-    path = tmp_path / "run" / "checkpoints" / "step_000004" / "state" / "layer.1.safetensors"
+    path = tmp_path / "run" / "checkpoints" / "step_000004" / "state" / f"{unit}.safetensors"
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 4
     path.write_bytes(bytes(raw))
-    with pytest.raises(UserError, match=r"(?s)layer\.1\.safetensors.*tensor .*newest other one is .*step_000002"):
+    other = tmp_path / "run" / "checkpoints" / "step_000002"
+    with pytest.raises(UserError, match=r"tensor \S+: checksum differs") as caught:
         train(make(files, tmp_path, "--schedule.steps=6"), resume="auto")
+    assert caught.value.where == str(path)
+    assert caught.value.remedy is not None and caught.value.remedy.endswith(f": --resume {other}")
+    assert "going on after step 4: reading" in log_of(run) and "resumed from" not in log_of(run)
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4]
-    train(run, resume=str(tmp_path / "run" / "checkpoints" / "step_000002"))
+    train(run, resume=str(other))
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4]
+    assert f"resumed from {other} after step 2" in log_of(run)

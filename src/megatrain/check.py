@@ -57,6 +57,7 @@ class Prepared:
         total_steps: Length of the run in optimizer steps.
         learning_rate_at: Learning rate of a step, 0 the first.
         past: The run so far.
+        checkpoint_bytes: Size of a checkpoint.
     """
 
     run: RunConfig
@@ -67,6 +68,7 @@ class Prepared:
     total_steps: int
     learning_rate_at: Callable[[int], float]
     past: Past
+    checkpoint_bytes: int
 
 
 def check(run: RunConfig, *, resume: str | None = None, allow_changes: Collection[ChangeName] = ()) -> None:
@@ -138,6 +140,7 @@ def prepare(
         total_steps=steps.total,
         learning_rate_at=steps.learning_rate_at,
         past=past_of(run, start, data.loader, data.val, steps, allowed),
+        checkpoint_bytes=ledger.checkpoint_bytes(model.shape),
     )
 
 

@@ -1,8 +1,9 @@
 """The command line: `megatrain train|check|plan|data|eval|trace RUN.yaml [--section.key value ...]`, and more of other forms.
 
 Each command parses its words and calls one public function. Imports of torch and transformers wait until a command needs
-them. Exit codes: 0 done, 2 user error, 3 the run does not fit the machine, 4 numeric stop, 130 interrupted. An error of
-ours is one message without a traceback; anything else is a bug and keeps its traceback.
+them. Exit codes: 0 done, 2 user error, 3 the run does not fit the machine, 4 numeric stop, 5 the disk refuses
+a file of a run, 130 interrupted. An error of ours is one message without a traceback; anything else is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "check the path, and the rights and the room there"
         print(f"error: {UserError(str(error.strerror), str(error.filename), remedy)}", file=sys.stderr)  # noqa: T201
         return UserError.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,25 @@ class UserError(MegatrainError):
         self.what, self.where, self.remedy = what, where, remedy
         text = f"{where}: {what}" if where else what
         super().__init__(f"{text}\n  -> {remedy}" if remedy else text)
+
+
+class WriteFailed(UserError):
+    """The system refused to write a file of a run: the disk is full, or failing."""
+
+    exit_code = 5
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An error of the system inside the block is said as one of writing `path`.
+
+    Raises:
+        WriteFailed: Names the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WriteFailed(f"cannot be written: {error.strerror or error}", str(path), "make room there") from None
 
 
 class PlanRefused(MegatrainError):

@@ -6,6 +6,7 @@
     checkpoints/step_000100/ complete checkpoints (checkpoint/)
     checkpoints/latest       name of the newest one, written after it was read back whole
     weights/step_000100/     weights alone, to evaluate or publish (checkpoint.weights_every_steps)
+    lock                     held by the process that trains here (run_lock.py)
     save, stop               touch one of these, and the run saves, or saves and ends, after the step in progress
     aside/                   checkpoints that a resume from an older one has made obsolete
 
@@ -22,7 +23,8 @@ from pathlib import Path
 
 from megatrain.checkpoint.files import MARKER_FILE, remove_folder, remove_leftovers
 from megatrain.checkpoint.reader import is_complete, latest_complete
-from megatrain.errors import UserError
+from megatrain.errors import UserError, writing
+from megatrain.run_lock import LOCK_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError("is a file, not a folder", str(self.path), "set run.dir to another place")
-        used = self.path.is_dir() and any(self.path.iterdir())
+        used = self.path.is_dir() and any(path.name != LOCK_NAME for path in self.path.iterdir())
         if resume is None:
             if used:
                 raise UserError(
@@ -110,7 +112,7 @@ class RunFolder:
 
     def _was_begun(self) -> bool:
         """Whether there is nothing but what a start leaves that was killed before it had written the config."""
-        own = {self.checkpoints.name, self.config.name + ".new"}
+        own = {self.checkpoints.name, self.config.name + ".new", LOCK_NAME}
         inside = {path.name for path in self.path.iterdir()}
         return inside <= own and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
@@ -131,23 +133,33 @@ class RunFolder:
         return chosen
 
     def set_aside(self, after_step: int) -> None:
-        """Move checkpoints of steps that this process will reach again out of the way: they are another history's."""
+        """Move checkpoints of steps that this process will reach again out of the way: they are another history's.
+
+        Raises:
+            WriteFailed: The system refuses it.
+        """
         for path in [*self._step_folders(), *self._step_folders(self.weights)]:
             if _step_of(path) > after_step:
-                self.aside.mkdir(exist_ok=True)
                 kind = "weights_" if path.parent == self.weights else ""
-                target = _free_name(self.aside / (kind + path.name))
-                path.rename(target)
+                with writing(self.aside):
+                    self.aside.mkdir(exist_ok=True)
+                    target = _free_name(self.aside / (kind + path.name))
+                    path.rename(target)
                 logger.warning("%s is from before the run went back to step %d; moved to %s", path, after_step, target)
 
     def mark_latest(self, path: Path) -> None:
-        """Call when `path` is complete."""
+        """Call when `path` is complete.
+
+        Raises:
+            WriteFailed: The system refuses it; what `latest` named before, it still names.
+        """
         temporary = self.checkpoints / "latest.new"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(path.name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.checkpoints / "latest")
+        with writing(self.checkpoints / "latest"):
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(path.name + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.checkpoints / "latest")
 
     def remove_old_checkpoints(self, keep: int | None, keep_every: int | None = None) -> None:
         """Remove all but the newest `keep` complete checkpoints; None keeps all. Incomplete ones are not counted.

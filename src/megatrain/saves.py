@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.background import SaveProgress
 from megatrain.config.schema import CheckpointConfig
 from megatrain.errors import UserError
+from megatrain.ledger import gib
 from megatrain.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class RunSaves:
         config: When and how.
         extra: Gives what to keep with a checkpoint.
         step, checkpoint: Where the run starts from.
+        size_bytes: Of a checkpoint, for people.
     """
 
     def __init__(
@@ -46,9 +49,10 @@ class RunSaves:
         extra: Callable[[], dict[str, Any]],
         step: int,
         checkpoint: Path | None,
+        size_bytes: int = 0,
     ):
         self._engine, self._folder, self._config, self._extra = engine, folder, config, extra
-        self.saved_step, self.checkpoint = step, checkpoint
+        self.saved_step, self.checkpoint, self._size_bytes = step, checkpoint, size_bytes
         self._running: Any = None
         self._running_step = step
         self._said_s = 0.0
@@ -101,47 +105,35 @@ class RunSaves:
     def _start(self, target: Path, step: int, *, wait: bool) -> None:
         if target.exists():
             raise UserError("exists already; nothing is overwritten", str(target), "move it away")
-        started = time.perf_counter()
-        self._running_step, self._said_s = step, started
+        self._running_step, self._said_s = step, time.perf_counter()
         self._running = self._engine.save(
             target,
             extra=self._extra(),
             wait=wait,
             on_error=self._config.on_error,
             buffer_bytes=self._buffer_bytes(),
-            then=lambda: self._ended(target, step, started),
+            then=lambda progress: self._ended(target, step, progress),
         )
 
     def _buffer_bytes(self) -> int | None:
         buffer = self._config.buffer_gib
         return None if buffer == "auto" else int(buffer * GIB)
 
-    def _ended(self, target: Path, step: int, started: float) -> None:
+    def _ended(self, target: Path, step: int, progress: SaveProgress) -> None:
         """In the writer's thread: the checkpoint is whole and was read back."""
         self._folder.mark_latest(target)
         with self._lock:
             self.saved_step, self.checkpoint = step, target
-        logger.info("step %d: saved %s in %.1f s", step, target, time.perf_counter() - started)
+        logger.info("step %d: saved %s in %.1f s%s", step, target, progress.seconds, _how(progress))
         self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
 
     def report(self) -> None:
-        """After a step: say how far a long save is, and how it went when it has ended."""
+        """After a step: say how far a long save is."""
         if self._running is None:
             return
         progress = self._running.progress()
         if self._running.done():
             self._running = None
-            held_up = progress.waited_s >= REPORTED_S
-            if held_up or progress.seconds >= REPORTED_S:
-                logger.info(
-                    "step %d: %.2f GiB written at %.2f GiB/s, read back in %.1f s; updates waited %.1f s for it%s",
-                    self._running_step,
-                    progress.written_bytes / GIB,
-                    progress.bytes_per_s / GIB,
-                    progress.read_back_s,
-                    progress.waited_s,
-                    " (a larger checkpoint.buffer_gib lets them wait less)" if held_up else "",
-                )
         elif time.perf_counter() - self._said_s >= PROGRESS_EVERY_S:
             self._said_s = time.perf_counter()
             logger.info(
@@ -155,17 +147,24 @@ class RunSaves:
 
     def settle(self) -> None:
         """Wait for the save in progress. Its failure ends the run or is a warning."""
+        if self._running is not None and not self._running.done():
+            logger.info("step %d is still being saved", self._running_step)
         self._engine.wait_saved()
         self.report()
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, remark: str = "") -> None:
         """The last save of a process: the state of `step` is on the disk when this returns.
+
+        Args:
+            step: The last step.
+            remark: Follows the line that says that it is being saved.
 
         Raises:
             UserError: It could not be saved, whatever `checkpoint.on_error` says: there is nothing to go on with.
         """
         self.settle()
         if step != self.saved_step:
+            logger.info("saving step %d (%s)%s", step, gib(self._size_bytes), remark)
             self._start(self._folder.checkpoint(step), step, wait=True)
             self.report()
 
@@ -173,3 +172,15 @@ class RunSaves:
         """The run goes on from an older checkpoint."""
         self.saved_step = self._running_step = step
         self.checkpoint = checkpoint
+
+
+def _how(progress: SaveProgress) -> str:
+    """What the line of a save says of one that took long, or held updates up."""
+    held_up = progress.waited_s >= REPORTED_S
+    if not held_up and progress.seconds < REPORTED_S:
+        return ""
+    remedy = " (a larger checkpoint.buffer_gib lets them wait less)" if held_up else ""
+    return (
+        f": {progress.written_bytes / GIB:.2f} GiB at {progress.bytes_per_s / GIB:.2f} GiB/s, "
+        f"read back in {progress.read_back_s:.1f} s; updates waited {progress.waited_s:.1f} s for it{remedy}"
+    )

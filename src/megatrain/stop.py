@@ -53,6 +53,11 @@ class StopSignals:
             os._exit(INTERRUPTED)
 
 
+def is_signal(name: str | None) -> bool:
+    """Whether what asked for the end was a signal to this process: then one more insists."""
+    return name in (signal.SIGINT.name, signal.SIGTERM.name)
+
+
 def _write(text: str) -> None:
     try:
         os.write(2, text.encode())

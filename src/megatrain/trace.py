@@ -139,7 +139,7 @@ def _save(engine: Any, checkpoint: Path, spans: list[Span]) -> None:
     engine.save(
         checkpoint,
         wait=False,
-        then=lambda: spans.append(Span("checkpoint", "save", started, time.perf_counter())),
+        then=lambda _: spans.append(Span("checkpoint", "save", started, time.perf_counter())),
     )
 
 

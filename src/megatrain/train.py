@@ -29,7 +29,7 @@ from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
-from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, counted
+from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed, counted, writing
 from megatrain.evaluate import EvalSummary, evaluate
 from megatrain.host.watermark import HostWatermark
 from megatrain.metrics.logger import RunLogger, quiet_libraries
@@ -39,8 +39,9 @@ from megatrain.metrics.trackers import Trackers
 from megatrain.mfu import utilisation_of
 from megatrain.resume import PastRates
 from megatrain.run_folder import RunFolder
+from megatrain.run_lock import RunLock
 from megatrain.saves import RunSaves
-from megatrain.stop import StopSignals
+from megatrain.stop import StopSignals, is_signal
 from megatrain.watch import RunWatch
 
 if TYPE_CHECKING:
@@ -90,10 +91,12 @@ def train(
         engine: Use this engine instead of making one from `run`; it is not closed.
 
     Raises:
-        UserError: Something given is wrong; all problems at once, before anything is loaded or written.
+        UserError: Something given is wrong; all problems at once, before anything is loaded or written. Or another process
+            trains in this folder.
         PlanRefused: The run does not fit the machine.
         NumericStop: The run has diverged, and may not go back (any more).
         HostMemoryLow: The host's memory came to its end; the state was saved.
+        WriteFailed: The disk refuses a file of the run; the state was saved, unless the error says otherwise.
         KeyboardInterrupt: A second SIGINT or SIGTERM.
     """
     quiet_libraries()
@@ -101,21 +104,23 @@ def train(
         from megatrain.train_mesh import train_on_mesh
 
         return train_on_mesh(run, resume=resume, allow_changes=allow_changes, engine=engine)
-    with StopSignals() as stop, RunLogger() as log:
-        folder = RunFolder(run.run.dir)
+    folder = RunFolder(run.run.dir)
+    with StopSignals() as stop, RunLogger() as log, RunLock(folder.path):
         prepared = prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
         if stop:
             log.info(f"stopped by {stop.requested} before the first step")
             total, step = prepared.total_steps, prepared.past.step
             return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, stop.requested)
-        open_folder(folder, run, log)
+        with errors_into_log(log, folder):
+            open_folder(folder, run, log)
         if engine is None:  # minutes, for a large model
             made = "making random" if run.model.init == "random" else "reading the"
-            log.info(
-                f"{made} weights" if prepared.start_from is None else f"reading the state of {prepared.start_from}"
-            )
-        with errors_into_log(log), engine_for(prepared, engine) as running:
-            return Loop(prepared, running, folder, log, stop).run()
+            log.info(f"{made} weights" if prepared.start_from is None else "making room for weights and moments")
+        with errors_into_log(log, folder), engine_for(prepared, engine) as running:
+            loop = Loop(prepared, running, folder, log, stop)
+            summary = loop.run()
+            loop.raise_write_failed()
+            return summary
 
 
 def open_folder(folder: RunFolder, run: RunConfig, log: RunLogger) -> None:
@@ -131,16 +136,34 @@ def open_folder(folder: RunFolder, run: RunConfig, log: RunLogger) -> None:
 
 
 @contextmanager
-def errors_into_log(log: RunLogger) -> Iterator[None]:
+def errors_into_log(log: RunLogger, folder: RunFolder) -> Iterator[None]:
     """What ends a run is in its log too, with the traceback if nobody expected it."""
     try:
         yield
+    except WriteFailed as failed:
+        error = WriteFailed(failed.what, failed.where, f"{failed.remedy}, then go on{_from_newest(folder)}")
+        log.to_file(f"error: {error}")
+        raise error from None
+    except KeyboardInterrupt:
+        newest = latest_complete(folder.checkpoints)
+        text = (
+            f"interrupted; go on from {newest.name} with --resume auto"
+            if newest is not None
+            else "interrupted; nothing was saved yet: --resume auto begins anew"
+        )
+        log.to_file(text)
+        raise KeyboardInterrupt(text) from None
     except MegatrainError as error:
         log.to_file(f"error: {error}")
         raise
     except BaseException as error:
         log.to_file(f"error: {type(error).__name__}: {error}", error)
         raise
+
+
+def _from_newest(folder: RunFolder) -> str:
+    newest = latest_complete(folder.checkpoints)
+    return f" from {newest} with --resume auto" if newest is not None else " with --resume auto: nothing was saved yet"
 
 
 @contextmanager
@@ -190,14 +213,26 @@ class Loop:
         self.rates = PastRates(self.learning_rate_at, self.step)
         run = self.run_config.run
         self.guard = DivergenceGuard(run.max_bad_steps, run.loss_spike)
-        self.saves = RunSaves(engine, folder, self.run_config.checkpoint, self._extra, self.step, prepared.start_from)
+        self.saves = RunSaves(
+            engine,
+            folder,
+            self.run_config.checkpoint,
+            self._extra,
+            self.step,
+            prepared.start_from,
+            prepared.checkpoint_bytes,
+        )
         self.memory_low: HostMemoryLow | None = None
+        self.write_failed: WriteFailed | None = None
+        self.unread = prepared.start_from
+        """The checkpoint that the engine may still be reading: until a step or an evaluation has needed all of it."""
         self.process = psutil.Process()
         self.watch = RunWatch(self.run_config, self.process)
         self.started_s = time.perf_counter()
         if prepared.start_from is not None:
-            self.engine.load(prepared.start_from, wait=False)
-            self.log.info(f"resumed from {prepared.start_from} after step {self.step}")
+            self.log.info(f"going on after step {self.step}: reading {prepared.start_from}")
+            with self._explaining_damage():
+                self.engine.load(prepared.start_from, wait=False)
 
     def run(self) -> TrainSummary:
         config = self.run_config
@@ -209,17 +244,35 @@ class Loop:
             self.log.warning(f"host memory is at its end: saving step {self.step} before the run ends")
             self.saves.finish(self.step)
             raise self.watch.host_memory_low(self.engine.memory()) from None
+        if not self.stop:
+            self._refuse_if_nothing_was_trained()
+        if config.checkpoint.at_end or self.stop:
+            self._save_at_end()
+        self.saves.settle()
+        summary = self._summary()
         if self.stop:
             self.log.info(f"stopped by {self.stop.requested} after step {self.step} of {self.total_steps}")
         else:
-            self._refuse_if_nothing_was_trained()
-        if config.checkpoint.at_end or self.stop:
-            self.saves.finish(self.step)
-        self.saves.settle()
-        summary = self._summary()
-        if not self.stop:
             self.log.info(_last_words(summary, self.folder))
         return summary
+
+    def _save_at_end(self) -> None:
+        try:
+            self.saves.finish(self.step, "; a second signal gives it up" if is_signal(self.stop.requested) else "")
+        except UserError as error:
+            if (failed := self.write_failed) is None:
+                raise
+            what = f"{failed.what}; nor could step {self.step} be saved: {error.where}: {error.what}"
+            raise WriteFailed(what, failed.where, failed.remedy) from None
+
+    def raise_write_failed(self) -> None:
+        """After `run`: the error that ended it, if it was the disk's.
+
+        Raises:
+            WriteFailed: Names the file.
+        """
+        if self.write_failed is not None:
+            raise self.write_failed
 
     def _refuse_if_nothing_was_trained(self) -> None:
         """A run may be shorter than `max_bad_steps`: what it would save then are the weights that it began with.
@@ -310,9 +363,11 @@ class Loop:
         batch, row_numbers = batches.next()
         data_wait_s = time.perf_counter() - start
         learning_rate = self.learning_rate_at(step - 1)
-        result = self.engine.train_step(batch, learning_rate=learning_rate)
+        with self._explaining_damage():
+            result = self.engine.train_step(batch, learning_rate=learning_rate)
         step_s = time.perf_counter() - start
 
+        self._say_resumed(step - 1)
         skipped, rows = result.skipped, self.loader.rows
         # padding is computed too, but it would make a speed out of nothing
         documents = rows.document_lengths(row_numbers)
@@ -341,6 +396,26 @@ class Loop:
             pipeline=self.watch.figures(result.pipeline, data_wait_s),
             **self._now(),
         )
+
+    @contextmanager
+    def _explaining_damage(self) -> Iterator[None]:
+        """Where a damaged part of the checkpoint that the run starts from is found: say the way that works."""
+        try:
+            yield
+        except UserError as error:
+            other = (
+                latest_complete(self.folder.checkpoints, except_for=self.unread) if self.unread is not None else None
+            )
+            if other is None or "damaged" not in str(error):
+                raise
+            while isinstance(error.__cause__, UserError):  # what a reader found, below what others made of it
+                error = error.__cause__
+            raise UserError(error.what, error.where, f"the newest other one is the way on: --resume {other}") from error
+
+    def _say_resumed(self, after_step: int) -> None:
+        if self.unread is not None:
+            self.log.info(f"resumed from {self.unread} after step {after_step}")
+            self.unread = None
 
     def _act_on_alerts(self, record: StepRecord) -> Divergence | None:
         """Say what the rules have found, and do what the config wants done then."""
@@ -395,9 +470,10 @@ class Loop:
         if self.val is None:
             return record
         try:
-            found: EvalSummary | None = evaluate(
-                self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
-            )
+            with self._explaining_damage():
+                found: EvalSummary | None = evaluate(
+                    self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
+                )
         except HostMemoryLow as error:
             self.memory_low = error  # the step itself has been taken, and is recorded first
             return record
@@ -410,7 +486,11 @@ class Loop:
 
     def _record(self, metrics: MetricsWriter | NoOutput, record: StepRecord) -> None:
         self.history.append(record)
-        metrics.write(record)
+        try:
+            metrics.write(record)
+        except WriteFailed as error:  # the step itself has been taken: it is saved before the run ends
+            self.write_failed = self.write_failed or error
+            self.stop.request(f"the disk, which refuses {error.where},")
         self.trackers.write(record)
 
     def _open_trackers(self) -> Trackers:
@@ -557,7 +637,12 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is never seen half written."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    """Write a file that is never seen half written.
+
+    Raises:
+        WriteFailed: The system refuses it.
+    """
+    with writing(path):
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)

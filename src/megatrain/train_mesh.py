@@ -36,6 +36,7 @@ from megatrain.metrics.logger import RunLogger
 from megatrain.metrics.record import MetricsWriter, StepRecord
 from megatrain.planner.shape import shape_of_structure
 from megatrain.run_folder import RunFolder
+from megatrain.run_lock import RunLock
 from megatrain.stop import StopSignals
 from megatrain.train import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, open_folder
 
@@ -64,6 +65,7 @@ def train_on_mesh(
         _noting_ends(),
         StopSignals() as signals,
         _logger(main) as log,
+        _locked(Path(run.run.dir), main, device),
         Watchdog(Path(run.run.dir), limits) as watch,
     ):
         with contextlib.ExitStack() as start, watch.ending_after_errors():
@@ -71,13 +73,14 @@ def train_on_mesh(
             folder = RunFolder(run.run.dir) if main else SilentFolder(run.run.dir)
             prepared = _prepare_in_turn(run, resume, allow_changes, log, device)
             if main:
-                open_folder(folder, run, log)
+                with errors_into_log(log, folder):
+                    open_folder(folder, run, log)
                 launch.note_begun(folder.path)
             stop = AgreedStop(signals, folder, device)
             stop.agree()
             rung = [times_out_of_memory(folder.path)]
             dist.broadcast_object_list(rung, src=0)
-            with errors_into_log(log), engine_for(prepared, engine, rung=rung[0]) as running:
+            with errors_into_log(log, folder), engine_for(prepared, engine, rung=rung[0]) as running:
                 running.watch = watch.section
                 kind = _MainLoop if main else _SilentLoop
                 loop = kind(prepared, running, folder, log, stop)
@@ -86,11 +89,16 @@ def train_on_mesh(
                 summary = loop.run()
         watch.neighbours_may_end()
         dist.barrier()
+        with errors_into_log(log, folder):
+            loop.raise_write_failed()
         return summary
 
 
 GATHER_EVERY_STEP_RANKS, GATHER_EVERY = 64, 16
 """More ranks than that tell each other their numbers at every sixteenth step only."""
+
+RESTART_WAIT_S = 30.0
+"""How long the run's lock may still be held by an attempt that torchrun has ended [s]."""
 
 
 class StartAgain(MegatrainError):
@@ -280,6 +288,24 @@ def _joined(device: torch.device, timeout_s: float) -> Iterator[None]:
     yield
     if made:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, main: bool, device: torch.device) -> Iterator[None]:
+    """The run's folder, locked by rank 0. Collective: where it is refused, all ranks end."""
+    # after a restart, another host's rank 0 of the attempt before may still be on its way out
+    wait_s = RESTART_WAIT_S if launch.attempt() else 0.0
+    with contextlib.ExitStack() as stack:
+        taken = False
+        try:
+            if main:
+                stack.enter_context(RunLock(folder, wait_s))
+            taken = True
+        finally:
+            agreed = agree(taken, device)
+        if not agreed:
+            raise SystemExit(UserError.exit_code)  # rank 0 says why
+        yield
 
 
 def section_limits(watchdog: WatchdogConfig) -> dict[str, float | None]:

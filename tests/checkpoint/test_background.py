@@ -357,11 +357,11 @@ def test_one_save_at_a_time_and_the_end_is_told(tmp_path: Path, slow_disk: Calla
     order: list[str] = []
     with engine_of() as engine:
         train(engine, data(1))
-        first = engine.save(tmp_path / "one", wait=False, then=lambda: order.append("one"))
+        first = engine.save(tmp_path / "one", wait=False, then=lambda _: order.append("one"))
         assert not first.done()
         progress = first.progress()
         assert 0 <= progress.written_bytes <= progress.total_bytes
-        second = engine.save(tmp_path / "two", wait=False, then=lambda: order.append("two"))
+        second = engine.save(tmp_path / "two", wait=False, then=lambda _: order.append("two"))
         assert first.done()
         assert second.result().bytes_per_s > 0
     assert order == ["one", "two"]
@@ -404,11 +404,11 @@ def test_a_checkpoint_that_is_not_read_back_as_written_never_appears(
         train(engine, data(1))
         monkeypatch.setattr(os, "write", lying)
         with pytest.raises(UserError, match=r"was not read back as it was written: .*checksum differs"):
-            engine.save(tmp_path / "runs" / "one", then=lambda: told.append(1))
+            engine.save(tmp_path / "runs" / "one", then=lambda _: told.append(1))
         monkeypatch.undo()
         assert not told
         assert not list((tmp_path / "runs").iterdir())
-        engine.save(tmp_path / "runs" / "one", then=lambda: told.append(1))
+        engine.save(tmp_path / "runs" / "one", then=lambda _: told.append(1))
         assert told == [1]
 
 

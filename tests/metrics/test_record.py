@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from megatrain.errors import UserError
+from megatrain.errors import UserError, WriteFailed
 from megatrain.metrics.record import MetricsWriter, read_records
 from step_records import record
 
@@ -63,7 +63,7 @@ def test_the_old_file_stays_whole_until_the_new_one_is(tmp_path: Path, monkeypat
         raise OSError("the machine stopped here")
 
     monkeypatch.setattr(Path, "replace", crash)
-    with pytest.raises(OSError, match="stopped here"):
+    with pytest.raises(WriteFailed, match="stopped here"):
         MetricsWriter(path, 2)
     assert path.read_bytes() == before
 

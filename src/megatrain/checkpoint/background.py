@@ -112,7 +112,7 @@ class RunningSave:
         store: The planes.
         updates: Unit name -> its update of the step that is saved, where it may still run.
         buffer_bytes: Most bytes of copies that exist at the same time, but for one unit larger than that; less on a full host.
-        then: Called in the thread when the checkpoint is whole and read back; its errors are the save's.
+        then: Called in the thread when the checkpoint is whole and read back, with how it went; its errors are the save's.
         reader: Copies resident units to the host.
         memory: Where copies go; what nobody has taken of it goes back to the system at the end.
     """
@@ -123,7 +123,7 @@ class RunningSave:
         store: HostStore,
         updates: Mapping[str, Future[None]],
         buffer_bytes: int,
-        then: Callable[[], object] = lambda: None,
+        then: Callable[[SaveProgress], object] = lambda progress: None,
         reader: HostReader | None = None,
         memory: CopyMemory | None = None,
     ):
@@ -330,7 +330,7 @@ class RunningSave:
     def _run(self) -> None:
         try:
             self._read_back_s = write_planned(self.plan, self._units(), self._count)
-            self._then()
+            self._then(self.progress())
         except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it, whatever it is
             self._error = error
         self._seconds = time.perf_counter() - self._started

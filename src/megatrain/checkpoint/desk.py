@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint.background import (
     RunningSave,
     SaveCancelled,
+    SaveProgress,
     default_buffer_bytes,
     explain,
     sizes_of_copies,
@@ -43,14 +44,14 @@ class SaveOptions:
         weights_only: bf16 weights without training state.
         on_error: What its owner's next step does if it fails in the background: raise its error, or log a warning.
         buffer_bytes: Most memory for copies of what changes before its turn; None: what there is room for.
-        then: Called when the checkpoint is whole and was read back, in the thread that writes.
+        then: Called when the checkpoint is whole and was read back, in the thread that writes, with how it went.
     """
 
     wait: bool
     weights_only: bool
     on_error: OnError
     buffer_bytes: int | None
-    then: Callable[[], object]
+    then: Callable[[SaveProgress], object]
 
 
 class CheckpointDesk:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from megatrain.checkpoint.background import RunningSave
+from megatrain.checkpoint.background import RunningSave, SaveProgress
 from megatrain.checkpoint.desk import CheckpointDesk, SaveOptions
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.device.streams import Streams
@@ -398,7 +398,7 @@ class HostEngine(EngineBase):
         weights_only: bool = False,
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
-        then: Callable[[], object] = lambda: None,
+        then: Callable[[SaveProgress], object] = lambda progress: None,
     ) -> RunningSave:
         """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
 
@@ -412,7 +412,7 @@ class HostEngine(EngineBase):
             buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
                 need, within half of the host memory that is free at this moment, and never less than two large units. Copies
                 leave the host its last GiB in any case.
-            then: Called, in the writer's thread, when the checkpoint is whole and was read back.
+            then: Called, in the writer's thread, when the checkpoint is whole and was read back, with how it went.
 
         Returns:
             The save: `done()`, `progress()`, `result()`.

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.checkpoint.background import SaveProgress
 from megatrain.checkpoint.desk import SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
@@ -254,7 +255,7 @@ class MeshEngine(EngineBase):
         weights_only: bool = False,
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
-        then: Callable[[], object] = lambda: None,
+        then: Callable[[SaveProgress], object] = lambda progress: None,
     ) -> MeshSave:
         """Write a checkpoint in the host engine's format, behind the one that may still be written. Collective.
 
@@ -268,7 +269,7 @@ class MeshEngine(EngineBase):
             weights_only: bf16 weights without training state.
             on_error: What a failure in the background does at the next step: end training on every rank, or warn.
             buffer_bytes: Host memory of this rank for copies; None: half of what is available, shared with the host's ranks.
-            then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back.
+            then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back, with how it went.
 
         Raises:
             UserError: It failed before it began, or (`wait`) at all: where it failed with the reason, elsewhere with that rank.

@@ -50,6 +50,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def attempt() -> int:
+    """How often torchrun has started this job's processes again, as the agent of this host counts."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def device_of_rank(device: str | torch.device) -> torch.device:
     """`auto` and `cuda` are this rank's GPU on its host."""
     found = named_device(device)

@@ -73,7 +73,7 @@ class SaveJob:
     directory: Path
     units: UnitsPlan
     plan: SavePlan | None
-    then: Callable[[], object]
+    then: Callable[[SaveProgress], object]
 
 
 class MeshSave:
@@ -216,7 +216,7 @@ class MeshSave:
                 torch.cuda.set_device(self._device)
             with contextlib.ExitStack() as stack:
                 self._save(stack)
-            self._job.then()
+            self._job.then(self.progress())
         except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it, whatever it is
             self._error = error
         self._copies.clear()

@@ -17,14 +17,14 @@ import threading
 import time
 import traceback
 from datetime import datetime, timedelta
+from io import RawIOBase
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from megatrain.errors import counted
-from megatrain.metrics.record import StepRecord
+from megatrain.errors import counted, writing
+from megatrain.metrics.record import StepRecord, write_whole
 
 LINE_EVERY_S = 10.0
 """On a terminal: the least time between the lines of two steps."""
@@ -40,7 +40,8 @@ class RunLogger:
 
     def __init__(self, console: Console | None = None):
         self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
-        self._file: IO[str] | None = None
+        self._file: RawIOBase | None = None  # without a buffer: a line that the disk refuses is gone, and no later one
+        self._refused = False  # the disk has refused a line, and the user knows
         self._waiting: list[str] = []
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._pace_s: float | None = None  # moving average of a step's wall time
@@ -76,10 +77,15 @@ class RunLogger:
         self._handlers.append((logger, handler))
 
     def open_folder(self, folder: Path) -> None:
-        """Start, or go on with, `log.txt` in the run's folder."""
+        """Start, or go on with, `log.txt` in the run's folder.
+
+        Raises:
+            WriteFailed: The system refuses to open it.
+        """
         assert self._file is None, f"log.txt is already open in another folder than {folder}"
-        self._file = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
-        self._file.writelines(self._waiting)
+        with writing(folder / "log.txt"):
+            self._file = (folder / "log.txt").open("ab", buffering=0)
+        self._write("".join(self._waiting))
         self._waiting.clear()
 
     def info(self, text: str) -> None:
@@ -170,9 +176,20 @@ class RunLogger:
             if to_console:
                 self._console.print(text, style=_STYLES.get(level))
             if self._file is not None:
-                self._file.write(line)
+                self._write(line)
             else:
                 self._waiting.append(line)
+
+    def _write(self, lines: str) -> None:
+        """Into `log.txt`. A line that the disk refuses stops nothing: it is on the console, and metrics.jsonl matters more."""
+        assert self._file is not None
+        try:
+            write_whole(self._file, lines.encode())
+        except OSError as error:
+            if not self._refused:
+                self._refused = True
+                text = f"warning: log.txt cannot be written: {error.strerror}; lines are missing there"
+                self._console.print(text, style=_STYLES[logging.WARNING])
 
 
 class _Handler(logging.Handler):

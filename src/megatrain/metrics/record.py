@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field, fields
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import orjson
 
-from megatrain.errors import UserError
+from megatrain.errors import UserError, writing
 from megatrain.metrics.pipeline import PipelineRecord, pipeline_from
 
 
@@ -97,20 +98,32 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        """Open the file; records of steps after `resume_step` are removed from it, atomically."""
+        """Open the file; records of steps after `resume_step` are removed from it, atomically.
+
+        Raises:
+            UserError: The file that is there is damaged.
+            WriteFailed: The system refuses a write.
+        """
         found = read_records(path)
         self.history = [record for record in found if record.step <= resume_step] if resume_step else []
         self.dropped = len(found) - len(self.history)
-        temporary = path.with_name(path.name + ".new")
-        with temporary.open("wb") as file:
-            file.writelines(_line(record) for record in self.history)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        self._file = path.open("ab", buffering=0)
+        self._path, temporary = path, path.with_name(path.name + ".new")
+        with writing(path):
+            with temporary.open("wb") as file:
+                file.writelines(_line(record) for record in self.history)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(_line(record))
+        """Append a record.
+
+        Raises:
+            WriteFailed: The system refuses it. Half a line at the file's end is left out by readers, and by the next process.
+        """
+        with writing(self._path):
+            write_whole(self._file, _line(record))
 
     def close(self) -> None:
         self._file.close()
@@ -122,6 +135,13 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def write_whole(file: RawIOBase, data: bytes) -> None:
+    """Write all of `data` to a file without a buffer: on a disk that is nearly full, one call writes a part and says nothing."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _line(record: StepRecord) -> bytes:
