@@ -3,7 +3,8 @@
 [Note: what a checkpoint remembers of its run]
 `data`: what decides which rows make which step. `schedule`: the settings of the learning rate, and a checksum over the rates
 of all steps taken. `settings`: of the optimizer and of number formats. These must be equal, and of the schedule only the past: a
-run may be prolonged, as long as no step that was taken would have had another learning rate. `held_out`: some of the samples that
+run may be prolonged, as long as no step that was taken would have had another learning rate. `computed_in`: what layers compute
+in, also where `precision.compute_dtype` is auto. `held_out`: some of the samples that
 were validated on and not trained. `data_offset`: batches that were left out when the run went back before a divergence.
 `rollbacks`: how often it did.
 
@@ -110,6 +111,8 @@ def past_of(
     Raises:
         UserError: The run differs from the checkpoint's in what matters.
     """
+    from megatrain.executor.settings import compute_dtype_of, device_of
+
     rows, then = loader.rows, start.then
     fingerprint = {
         "rows": len(rows),
@@ -123,6 +126,7 @@ def past_of(
         "data": fingerprint,
         "schedule": schedule,
         "settings": settings_of(run),
+        "computed_in": str(compute_dtype_of(run.precision.compute_dtype, device_of(run.run.device))).split(".")[-1],
         "model": run.model.path,
         "held_out": held_out_hashes(rows, val),
     }

@@ -25,7 +25,6 @@ from megatrain.models.build import cached_snapshot
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"
 CURVE = "loss.png"
-COMPUTE = "precision.compute_dtype"
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
@@ -63,13 +62,7 @@ def run_of(checkpoint: Path, step: int) -> RunFiles | None:
 
 
 def card_text(
-    checkpoint: Path,
-    extra: Mapping[str, Any],
-    step: int,
-    model: Mapping[str, Any],
-    dtype: torch.dtype,
-    *,
-    split_masters: bool,
+    checkpoint: Path, extra: Mapping[str, Any], step: int, model: Mapping[str, Any], dtype: torch.dtype
 ) -> str:
     """The card.
 
@@ -79,17 +72,16 @@ def card_text(
         step: Optimizer steps taken.
         model: Its config.json.
         dtype: Type of the exported weights.
-        split_masters: Whether the checkpoint keeps its masters split; see `OpenCheckpoint.split_masters`.
     """
     run = run_of(checkpoint, step)
     parts = [
-        _front_matter(checkpoint, model, run),
+        _front_matter(checkpoint, extra, model, run),
         f"# {run.name if run is not None else checkpoint.resolve().name}",
         f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{checkpoint.name}`.",
     ]
     if (checkpoint / CARD).is_file():
         parts.append(f"The card of the model that training began with is in `{SOURCE_CARD}`.")
-    parts.append(_table(_facts(extra, step, model, dtype, run) | _compute(extra, run, split_masters)))
+    parts.append(_table(_facts(extra, step, model, dtype, run)))
     if run is not None and run.curve is not None:
         parts.append(f"![Loss, learning rate, gradient norm and speed over the steps]({CURVE})")
     if run is not None and run.config is not None:
@@ -103,8 +95,8 @@ def card_text(
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(checkpoint: Path, model: Mapping[str, Any], run: RunFiles | None) -> str:
-    base = _base_model(model, run)
+def _front_matter(checkpoint: Path, extra: Mapping[str, Any], model: Mapping[str, Any], run: RunFiles | None) -> str:
+    base = _base_model(extra, model, run)
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     if (checkpoint / CARD).is_file():
         found = re.search(r"^license:.*$", (checkpoint / CARD).read_text(encoding="utf-8"), re.MULTILINE)
@@ -114,28 +106,17 @@ def _front_matter(checkpoint: Path, model: Mapping[str, Any], run: RunFiles | No
     return "\n".join(["---", *lines, "---"])
 
 
-def _base_model(model: Mapping[str, Any], run: RunFiles | None) -> str | None:
+def _base_model(extra: Mapping[str, Any], model: Mapping[str, Any], run: RunFiles | None) -> str | None:
     """The hub id of the model that training began with; None where it had none, or none is known."""
-    path = str(model.get("_name_or_path") or "")
-    if run is not None and run.config is not None:
-        if run.config.model.init == "random":
-            return None
-        path = run.config.model.path
+    if run is not None and run.config is not None and run.config.model.init == "random":
+        return None
+    path = str(extra.get("model") or model.get("_name_or_path") or "")
     in_cache = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", path)
     if in_cache is not None:
         return f"{in_cache[1]}/{in_cache[2]}"
     # A folder's path may look like an id, also one that is not there any more.
     is_id = re.fullmatch(HUB_ID, path) and not Path(path).exists() and cached_snapshot(path) is not None
     return path if is_id else None
-
-
-def _compute(extra: Mapping[str, Any], run: RunFiles | None, split_masters: bool) -> dict[str, str]:
-    """What layers computed in, where the settings say `auto`. The mesh engine's masters do not tell."""
-    if (extra.get("settings") or {}).get(COMPUTE) != "auto":
-        return {}
-    if split_masters:
-        return {COMPUTE: "bf16"}
-    return {COMPUTE: "fp32"} if run is not None and run.config is not None and run.config.engine == "host" else {}
 
 
 def _facts(
@@ -157,7 +138,9 @@ def _facts(
         elif validated:
             facts["validation loss, first and last"] = f"{validated[0]:.4f}, {validated[-1]:.4f}"
     settings = {**(extra.get("schedule") or {}), **(extra.get("settings") or {})}
-    facts |= {name: str(value) for name, value in settings.items() if value not in (None, [], "auto")}
+    if "computed_in" in extra:  # what `auto` came to
+        settings["precision.compute_dtype"] = extra["computed_in"]
+    facts |= {name: str(value) for name, value in settings.items() if value not in (None, [])}
     data = extra.get("data") or {}
     facts |= {
         words: str(data[name])

@@ -109,8 +109,7 @@ def export(
             for name in rest:
                 folder.copy_file(SOURCE_CARD if name == CARD else name, source / name)
             extra = opened.state.get("extra") or {}
-            card = card_text(source, extra, opened.step, saved, target, split_masters=opened.split_masters)
-            folder.write_bytes(CARD, card.encode())
+            folder.write_bytes(CARD, card_text(source, extra, opened.step, saved, target).encode())
             run = run_of(source, opened.step)
             if run is not None and run.curve is not None:
                 folder.copy_file(CURVE, run.curve)

@@ -169,11 +169,6 @@ class OpenCheckpoint:
         except UserError as error:
             raise self.with_alternative(error) from error
 
-    @property
-    def split_masters(self) -> bool:
-        """Whether masters were kept as bf16 weights and their rest, as the host engine keeps them where it computes in bf16."""
-        return any(key.startswith(state_key("lo", "")) for key in self._states)
-
     def masters(self, unit: Unit) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(exact fp32 masters, persistent buffers) of a unit by module name, verified. Moments are not read."""
         found, masters = self.weights(unit), {}
