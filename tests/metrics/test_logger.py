@@ -123,7 +123,9 @@ def test_a_terminal_has_a_bar_and_the_log_every_line(tmp_path: Path, monkeypatch
     assert "50/50" in text
     assert "ETA" in text
     assert "warning: in between" in text
-    assert text.rindex("50/50") > text.rindex("afterwards"), "the bar stays until the end: there may be more to wait for"
+    assert text.rindex("50/50") > text.rindex("afterwards"), (
+        "the bar stays until the end: there may be more to wait for"
+    )
     assert text.endswith("\x1b[1A\x1b[2K"), "then it is taken away"
     plain = (tmp_path / "log.txt").read_text()
     assert sum(" loss " in line for line in plain.splitlines()) == 50
