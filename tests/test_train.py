@@ -379,6 +379,23 @@ def test_a_second_signal_during_the_save_says_where_the_run_goes_on(files: Path,
     assert "Traceback" not in log_of(run) and "stopped by" not in log_of(run)
 
 
+def test_what_a_run_waits_for_is_said_when_it_begins(files: Path, tmp_path: Path) -> None:
+    words = ("--data.val={fraction: 0.5}", "--eval.at_end", "--schedule.steps=2", "--checkpoint.every_steps=1")
+    run = make(files, tmp_path, *words, "--checkpoint.background=false")
+    heard: list[str] = []
+
+    def on_step(step: int) -> None:
+        heard.append(log_of(run).splitlines()[-1])
+
+    train(run, engine=CountingEngine(on_step, lambda: heard.append(log_of(run).splitlines()[-1])))
+    assert heard[0].endswith(" first step")
+    assert heard[-1].endswith(" step 2: validating")
+    log = log_of(run)
+    for step in (1, 2):
+        assert re.search(rf"saving step {step} \(.*\n.* step {step}: saved", log)
+    assert log.count("first step\n") == 1 and log.count("saving step") == 2
+
+
 # CASES 18 in the loop.
 
 

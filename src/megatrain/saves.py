@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class RunSaves:
         extra: Gives what to keep with a checkpoint.
         step, checkpoint: Where the run starts from.
         size_bytes: Of a checkpoint, for people.
+        state: Shows what a run waits for, see `RunLogger.state`.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class RunSaves:
         step: int,
         checkpoint: Path | None,
         size_bytes: int = 0,
+        state: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
     ):
         self._engine, self._folder, self._config, self._extra = engine, folder, config, extra
         self.saved_step, self.checkpoint, self._size_bytes = step, checkpoint, size_bytes
+        self._state = state
         self._running: Any = None
         self._running_step = step
         self._said_s = 0.0
@@ -68,7 +72,15 @@ class RunSaves:
                 "(a larger checkpoint.every_steps avoids it)", step, self._running_step
             )  # fmt: skip
         target = self._folder.checkpoint(step)
-        self._attempt(target, lambda: self._start(target, step, wait=not self._config.background))
+        if self._config.background:
+            self._attempt(target, lambda: self._start(target, step, wait=False))
+            return
+        with self._saving(step):
+            self._attempt(target, lambda: self._start(target, step, wait=True))
+
+    def _saving(self, step: int, remark: str = "", *, shown: bool = False) -> AbstractContextManager[None]:
+        """While training waits for a save."""
+        return self._state("saving", f"saving step {step} ({gib(self._size_bytes)}){remark}", shown=shown)
 
     def prepare(self, step: int, step_s: float) -> None:
         """After a step that took `step_s`: if the next save is near, have its memory made ready."""
@@ -164,8 +176,8 @@ class RunSaves:
         """
         self.settle()
         if step != self.saved_step:
-            logger.info("saving step %d (%s)%s", step, gib(self._size_bytes), remark)
-            self._start(self._folder.checkpoint(step), step, wait=True)
+            with self._saving(step, remark, shown=True):
+                self._start(self._folder.checkpoint(step), step, wait=True)
             self.report()
 
     def went_back(self, step: int, checkpoint: Path) -> None:

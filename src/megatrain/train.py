@@ -31,6 +31,7 @@ from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.divergence import Divergence, DivergenceGuard
 from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed, counted, writing
 from megatrain.evaluate import EvalSummary, evaluate
+from megatrain.executor.settings import named_device
 from megatrain.host.watermark import HostWatermark
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
@@ -221,11 +222,15 @@ class Loop:
             self.step,
             prepared.start_from,
             prepared.checkpoint_bytes,
+            log.state,
         )
         self.memory_low: HostMemoryLow | None = None
         self.write_failed: WriteFailed | None = None
         self.unread = prepared.start_from
         """The checkpoint that the engine may still be reading: until a step or an evaluation has needed all of it."""
+        self.on_gpu = named_device(self.run_config.run.device).type == "cuda"
+        self.taken_any = False
+        """Whether this process has taken a step."""
         self.process = psutil.Process()
         self.watch = RunWatch(self.run_config, self.process)
         self.started_s = time.perf_counter()
@@ -310,6 +315,7 @@ class Loop:
 
     def _steps(self, metrics: MetricsWriter | NoOutput, plot: LossPlot | NoOutput) -> Divergence | None:
         config = self.run_config
+        self.log.begin(self.step, self.total_steps)
         if self.step == 0 and config.eval.at_start and not self.stop:
             self._record(metrics, self._with_validation(self._before_first_step()))
         if self.step >= self.total_steps:
@@ -363,7 +369,7 @@ class Loop:
         batch, row_numbers = batches.next()
         data_wait_s = time.perf_counter() - start
         learning_rate = self.learning_rate_at(step - 1)
-        with self._explaining_damage():
+        with self._explaining_damage(), self._first_step():
             result = self.engine.train_step(batch, learning_rate=learning_rate)
         step_s = time.perf_counter() - start
 
@@ -411,6 +417,17 @@ class Loop:
             while isinstance(error.__cause__, UserError):  # what a reader found, below what others made of it
                 error = error.__cause__
             raise UserError(error.what, error.where, f"the newest other one is the way on: --resume {other}") from error
+
+    @contextmanager
+    def _first_step(self) -> Iterator[None]:
+        """The first step of a process takes longer than the others, on a GPU by minutes."""
+        if self.taken_any:
+            yield
+            return
+        compiles = self.run_config.activations.compile == "auto" and self.on_gpu
+        with self.log.state("first step: compiling" if compiles else "first step"):
+            yield
+        self.taken_any = True
 
     def _say_resumed(self, after_step: int) -> None:
         if self.unread is not None:
@@ -470,7 +487,7 @@ class Loop:
         if self.val is None:
             return record
         try:
-            with self._explaining_damage():
+            with self._explaining_damage(), self.log.state("validating", f"step {record.step}: validating"):
                 found: EvalSummary | None = evaluate(
                     self.engine, self.val, rows_per_batch=self.run_config.rows_per_step, stop=self._asked_to_stop
                 )

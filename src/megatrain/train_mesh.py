@@ -76,6 +76,8 @@ def train_on_mesh(
                 with errors_into_log(log, folder):
                     open_folder(folder, run, log)
                 launch.note_begun(folder.path)
+                if (number := launch.attempt()) > 0:
+                    log.info(_words_of_attempt(number, prepared))
             stop = AgreedStop(signals, folder, device)
             stop.agree()
             rung = [times_out_of_memory(folder.path)]
@@ -96,6 +98,19 @@ def train_on_mesh(
 
 GATHER_EVERY_STEP_RANKS, GATHER_EVERY = 64, 16
 """More ranks than that tell each other their numbers at every sixteenth step only."""
+
+
+def _words_of_attempt(number: int, prepared: Prepared) -> str:
+    since = (
+        f"after step {prepared.past.step}"
+        if prepared.start_from is not None
+        else "from the beginning: nothing was saved"
+    )
+    return (
+        f"attempt {number + 1} of this job: a process of the one before has failed or was killed, torchrun starts all again; "
+        f"going on {since}"
+    )
+
 
 RESTART_WAIT_S = 30.0
 """How long the run's lock may still be held by an attempt that torchrun has ended [s]."""
@@ -173,7 +188,8 @@ class _MainLoop(Loop):
         self._peak_tflops = matrix_tflops(engine.device) if engine.device.type == "cuda" else None
         self._flops = shape_of_structure(engine.structure, "").forward_flops(self.run_config.data.max_tokens)
         self._sample_every = watchdog.sample_every_steps if engine.device.type == "cuda" else None
-        self._alerts = Alerts(watchdog.mfu_floor, [len(part.layers) for part in engine.parts])
+        counts = [len(part.layers) for part in engine.parts]
+        self._alerts = Alerts(watchdog.mfu_floor, counts, stragglers=engine.device.type == "cuda")
         self._taken = 0
         """Steps of this process."""
 

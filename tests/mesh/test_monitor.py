@@ -138,3 +138,13 @@ def test_alerts_need_patience_and_are_said_once() -> None:
     assert "try parallel.stage_layers: [7, 1]" in said[4][1]
     alerts.look(9, good, costs)
     assert [bool(alerts.look(step, bad, costs)) for step in range(10, 15)] == [False] * 4 + [True]
+
+
+def test_on_a_cpu_nobody_is_called_a_straggler() -> None:
+    layout = Layout(shard=2)
+    uneven = numbers_of_all([rank(1.0), rank(2.0)], layout, [[], []], None)
+    assert uneven.slowest_excess is not None and uneven.slowest_excess > 0.2
+    for stragglers in (True, False):
+        alerts = Alerts(None, [4], stragglers=stragglers)
+        said = [text for step in range(1, 9) for text in alerts.look(step, uneven, {})]
+        assert ["more own work than its peers" in text for text in said] == ([True] if stragglers else [])

@@ -142,6 +142,9 @@ def test_kill_9_during_a_save_in_the_background(
     assert codes[0][victim] == -signal.SIGKILL and codes[1:] == [[0, 0]]
     assert gone_on.exists(), "training did not go on while step 4 was being written"
     assert (run / f"stuck-{writer}").exists() and resumed_after(run) == [2]
+    assert re.findall(r"(attempt \d+) of this job: .*; going on (.*)", (run / "log.txt").read_text()) == [
+        ("attempt 2", "after step 2")
+    ]
     assert_equal_runs(run, reference)
 
 

@@ -123,10 +123,43 @@ def test_a_terminal_has_a_bar_and_the_log_every_line(tmp_path: Path, monkeypatch
     assert "50/50" in text
     assert "ETA" in text
     assert "warning: in between" in text
-    assert text.rstrip().endswith("afterwards")
+    assert text.rindex("50/50") > text.rindex("afterwards"), (
+        "the bar stays until the end: there may be more to wait for"
+    )
+    assert text.endswith("\x1b[1A\x1b[2K"), "then it is taken away"
     plain = (tmp_path / "log.txt").read_text()
     assert sum(" loss " in line for line in plain.splitlines()) == 50
     assert "\x1b" not in plain, "no colours and no bars in the log"
+
+
+def test_what_is_no_step_is_a_word_beside_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(monkeypatch)
+    with RunLogger(console) as log:
+        log.open_folder(tmp_path)
+        log.begin(0, 50)
+        with log.state("first step: compiling"):
+            before = shown(console)
+        log.step(record(1), 50)
+        with log.state("validating", "step 1: validating"):
+            during = shown(console)
+        with log.state("saving", "saving step 1 (1.5 GiB)", shown=True):
+            pass
+        log.step(record(2), 50)
+    assert "0/50" in before and before.rstrip().endswith("first step: compiling"), (
+        "there is a bar before the first step"
+    )
+    assert during.rstrip().endswith("validating") and "step 1: validating" not in during
+    assert "saving step 1 (1.5 GiB)" in shown(console)
+    lines = [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines() if " loss " not in line]
+    assert lines == ["first step: compiling", "step 1: validating", "saving step 1 (1.5 GiB)"]
+
+
+def test_what_is_no_step_is_one_line_without_a_terminal(console: Console) -> None:
+    with RunLogger(console) as log:
+        log.begin(0, 50)
+        with log.state("validating", "step 1: validating"):
+            pass
+    assert shown(console) == "step 1: validating\n"
 
 
 def test_a_skipped_step_is_always_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,10 +209,12 @@ class Alerts:
     Args:
         mfu_floor: None: no floor.
         counts: Layers of each stage.
+        stragglers: Whether a rank with more own work than its peers is one. Not on a CPU, where it says little of the machine:
+            ranks of one host share its processors, and threads that wait for work take processor time too.
     """
 
-    def __init__(self, mfu_floor: float | None, counts: Sequence[int]):
-        self._mfu_floor, self._counts = mfu_floor, list(counts)
+    def __init__(self, mfu_floor: float | None, counts: Sequence[int], stragglers: bool = True):
+        self._mfu_floor, self._counts, self._stragglers = mfu_floor, list(counts), stragglers
         self._in_a_row: dict[str, int] = {}
 
     def look(self, step: int, numbers: MeshNumbers, costs: Mapping[Any, float]) -> list[str]:
@@ -230,7 +232,7 @@ class Alerts:
                 f"step {step}: the busiest stage has taken {numbers.imbalance:.0%} more than the mean for {PATIENCE} "
                 f"steps (layers {self._counts}); {way}"
             )
-        slow = numbers.slowest_excess
+        slow = numbers.slowest_excess if self._stragglers else None
         if self._due("straggler", None if slow is None else slow > STRAGGLER):
             found.append(
                 f"step {step}: rank {numbers.slowest_rank} has done {slow:.0%} more own work than its peers for {PATIENCE} "

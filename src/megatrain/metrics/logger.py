@@ -6,7 +6,8 @@ Library code writes through `logging` (`logging.getLogger(__name__)`); the RunLo
     all others   WARNING and above  -> log.txt only (transformers and torch warn about much that is none of the user's)
 
 A step is one plain line in `log.txt` and on a console that is no terminal. On a terminal a bar at the bottom shows the newest
-step and the time left, and a step's line is printed above it every few seconds only.
+step and the time left, and a step's line is printed above it every few seconds only. What takes long and is no step (compiling,
+validating, saving) is a word beside the bar; elsewhere a line when it begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from io import RawIOBase
 from pathlib import Path
@@ -45,7 +48,8 @@ class RunLogger:
         self._waiting: list[str] = []
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._pace_s: float | None = None  # moving average of a step's wall time
-        self._bar: tuple[Progress, TaskID] | None = None  # from the first step on, on a terminal
+        self._bar: tuple[Progress, TaskID] | None = None  # from `begin` on, on a terminal
+        self._beside_bar = ""  # what stands there between two states
         self._next_line_s = 0.0
         self._work: tuple[Progress, TaskID] | None = None  # while something long is read, on a terminal
         self._next_word_s = time.monotonic() + LINE_EVERY_S
@@ -118,6 +122,9 @@ class RunLogger:
                 self._next_word_s = time.monotonic() + LINE_EVERY_S
                 self._print(text, logging.INFO)
             return
+        if self._bar is not None:  # a terminal has room for one live bar
+            self._bar[0].update(self._bar[1], description=text)
+            return
         if self._work is None:
             columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeRemainingColumn())
             bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
@@ -143,21 +150,46 @@ class RunLogger:
         last = record.step == total_steps
         shown = last or record.skipped is not None or not self._console.is_terminal
         if self._console.is_terminal:
-            self._move_bar(record, total_steps, left_s)
+            self._draw_bar(record.step, total_steps, bar_text(record, left_s))
             if shown or time.monotonic() >= self._next_line_s:
                 shown, self._next_line_s = True, time.monotonic() + LINE_EVERY_S
         self._print(step_line(record, total_steps, left_s), logging.INFO, to_console=shown)
-        if last:
-            self._end_bar()
 
-    def _move_bar(self, record: StepRecord, total_steps: int, left_s: float) -> None:
+    def begin(self, step: int, total_steps: int) -> None:
+        """Draw the bar, on a terminal, before the first step of this process: `step` steps of `total_steps` are behind it."""
+        if self._console.is_terminal:
+            self._draw_bar(step, total_steps, self._beside_bar)
+
+    @contextmanager
+    def state(self, word: str, line: str | None = None, *, shown: bool = False) -> Iterator[None]:
+        """While something goes on that is no step: a word beside the bar, and where there is no bar a line at its beginning.
+
+        Args:
+            word: `validating`.
+            line: The line, also in log.txt; None: the word.
+            shown: The line is printed above a bar too.
+        """
+        self._print(line or word, logging.INFO, to_console=shown or self._bar is None)
+        self._say_beside_bar(word)
+        try:
+            yield
+        finally:
+            self._say_beside_bar(self._beside_bar)
+
+    def _say_beside_bar(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar[0].update(self._bar[1], description=text, refresh=True)
+
+    def _draw_bar(self, step: int, total_steps: int, text: str) -> None:
+        self._beside_bar = text
         if self._bar is None:
+            self._end_work()
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
             progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-            self._bar = (progress, progress.add_task("", total=total_steps))
+            self._bar = (progress, progress.add_task(text, total=total_steps, completed=step))
             progress.start()
         progress, task = self._bar
-        progress.update(task, completed=record.step, description=bar_text(record, left_s))
+        progress.update(task, completed=step, description=text)
 
     def _end_bar(self) -> None:
         if self._bar is not None:
