@@ -145,6 +145,7 @@ def run_to_end(
             quiet = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that the parent may have begun do not live here
             settings: list[str] = [
                 f"--schedule.steps={steps}", "--schedule.kind=cosine", "--checkpoint.every_steps=1", "--checkpoint.keep=2",
                 f"--run.dir={run}", *words,

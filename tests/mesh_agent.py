@@ -66,6 +66,7 @@ def _fork(rank: int, world: int, attempt: int, port: int, words: list[str], log:
         numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
         os.environ.update({name: str(value) for name, value in numbers.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that the parent may have begun do not live here
         torch.set_num_threads(1)
         sabotage(rank, attempt)
         code = main(words)
