@@ -34,7 +34,7 @@ from megatrain.checkpoint.files import MANIFEST_FILE
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.checkpoint.writer import checkpoint_bytes
 from megatrain.errors import UserError
-from megatrain.models.build import build_from_memory
+from megatrain.models.build import build_from_memory, refuse_other_config
 
 FAMILIES = ["llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "nemotron_h", "qwen3_next"]
 
@@ -329,3 +329,14 @@ def test_conversion_that_does_not_go_back_is_found(llama: Path, tmp_path: Path, 
     monkeypatch.setattr(reader.Conversion, "to_model", wrong)
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight differs from what was trained"):
         load(target, host_folder(llama))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_a_config_with_infinities_is_read_back(name: str, tmp_path: Path) -> None:
+    config = build(BY_NAME[name], seed=0).config
+    config.save_pretrained(tmp_path)
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    refuse_other_config(tmp_path, config)
+    config.num_hidden_layers += 1
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        refuse_other_config(tmp_path, config)

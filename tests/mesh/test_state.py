@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,6 +196,20 @@ def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
     assert resumed == pytest.approx(straight[2], rel=1e-5)
 
 
+def test_a_checkpoint_of_a_model_that_computes_something_else_is_refused(tmp_path):
+    other = families.build(replace(FAMILY, overrides={**FAMILY.overrides, "hidden_act": "gelu"}), seed=1)
+    with HostEngine(other, device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+        engine.save(tmp_path / "saved")
+
+    def work():
+        with MeshEngine(model(), Layout(shard=2), compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+            with pytest.raises(UserError, match="hidden_act is 'gelu' there"):
+                engine.load(tmp_path / "saved")
+            return engine.train_step(BATCHES[0]).loss  # nothing was changed
+
+    assert all(ranks.run(2, work))
+
+
 def test_each_rank_reads_its_slices_and_all_together_verify_every_byte(tmp_path):
     """Case 28. A flipped byte anywhere is found by the rank whose share it is, and no rank goes on."""
 
@@ -222,6 +237,17 @@ def test_each_rank_reads_its_slices_and_all_together_verify_every_byte(tmp_path)
             dist.barrier()
             with pytest.raises(UserError) as error:
                 engine.load(tmp_path / "saved")
+            # What the ranks hold is part old and part new: nobody computes with it, or keeps it.
+            for refused in (lambda: engine.train_step(BATCHES[2]), lambda: engine.save(tmp_path / "mixture")):
+                with pytest.raises(UserError, match="the weights are a mixture"):
+                    refused()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                data[-5] ^= 1
+                file.write_bytes(data)
+            dist.barrier()
+            engine.load(tmp_path / "saved")
+            assert digests(engine) == before
             return whole, seen, str(error.value)
 
     results = ranks.run(4, work)

@@ -141,6 +141,18 @@ def test_chunks_give_what_the_whole_gives(name: str, tokens: int) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 
+def test_a_family_may_add_to_the_result_in_place() -> None:
+    """Falcon does."""
+    model = build(BY_NAME["llama"], seed=0)
+    module = take_apart(model).layer_stack()[1].get_submodule("mlp")
+    x = torch.randn(1, 13, model.config.hidden_size).requires_grad_()
+    out = TokenChunks(module, eager(module), 5).twin()(x)
+    out += x
+    (got,) = torch.autograd.grad(out.sum(), [x])
+    (want,) = torch.autograd.grad((module(x) + x).sum(), [x])
+    torch.testing.assert_close(got, want)
+
+
 def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_zeros() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))

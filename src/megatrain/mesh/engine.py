@@ -47,7 +47,7 @@ from megatrain.mesh.stage import Part, Stage, cut
 from megatrain.mesh.state import MeshState, everyone
 from megatrain.mesh.tensor import parallelize, splits_experts
 from megatrain.mesh.watchdog import unwatched
-from megatrain.models.build import find_model_folder, fp32_parameter_names
+from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, attention_shape, persistent_buffers, take_apart
@@ -107,6 +107,8 @@ class MeshEngine(EngineBase):
         self.watch: Callable[..., contextlib.AbstractContextManager[Any]] = unwatched
         """(kind, name): what the engine is doing, for a watchdog."""
         self._stepped = False
+        self._mixture: Path | None = None
+        """The checkpoint whose load has failed, so that what the ranks hold is part old and part new."""
         self._compute = compute_dtype
         config = config_of(model, trust_remote_code)
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
@@ -307,13 +309,15 @@ class MeshEngine(EngineBase):
         Raises:
             UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
         """
-        self._refuse_closed()
+        super()._refuse_closed()  # a failed load is no obstacle
+        refuse_other_config(Path(directory), self.config)
         self.wait_saved()
         with self.watch("load"):
             return self._load(Path(directory))
 
     def _load(self, directory: Path) -> dict[str, Any]:
         state: dict[str, Any] | None = None
+        self._mixture = directory
         try:
             with OpenCheckpoint(directory, self.structure) as opened:
                 for unit in self.structure.units:
@@ -332,7 +336,16 @@ class MeshEngine(EngineBase):
         self.state.set_updates(self.updates)
         self._share_buffers()
         self._copy_buffers()
+        self._mixture = None
         return state["extra"]
+
+    def _refuse_closed(self) -> None:
+        """Raise, too, where what the ranks hold is no consistent state."""
+        super()._refuse_closed()
+        if self._mixture is not None:
+            raise UserError(
+                f"the load of {self._mixture} has failed, the weights are a mixture", remedy="load a checkpoint again"
+            )
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: `device_state` (masters, moments), `device_peak`."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as hf_init
@@ -181,11 +182,11 @@ def refuse_other_config(checkpoint: Path, config: PreTrainedConfig) -> None:
     """
     file = checkpoint / "config.json"
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw, _ = type(config).get_config_dict(str(checkpoint))  # infinities are written as words that it knows
         if raw.get("model_type") != config.model_type:
             return  # the language model out of a larger one, or another family, which its tensors' names give away
         saved = type(config).from_dict(raw).to_dict()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError):
         return
     mine = config.to_dict()
     shared = (saved.keys() & mine.keys()) - NOT_ARCHITECTURE

@@ -84,13 +84,15 @@ def _in_chunks(hidden_BTD: torch.Tensor, state: list[torch.Tensor], key: int) ->
     # without gradients wherever they come from, so that the module is compiled once for its forward
     bound = {name: tensor.detach() for name, tensor in zip(chunks.names, state, strict=True)}
     x_ND = hidden_BTD.detach().reshape(-1, hidden_BTD.shape[-1])
-    y_ND = torch.empty_like(x_ND)
+    # not a view: a family may add to what its MLP gave in place, which autograd refuses of an operator's view
+    y_BTD = torch.empty_like(hidden_BTD, memory_format=torch.contiguous_format)
+    y_ND = y_BTD.view(x_ND.shape)
     with _outside_of_operators(), torch.no_grad():
         for part in chunks.parts(len(x_ND)):
             y_1nD = chunks.compute(False, bound, x_ND[part].unsqueeze(0))
             assert y_1nD.dtype == y_ND.dtype, f"{y_1nD.dtype} out of {y_ND.dtype}"
             y_ND[part] = y_1nD[0]
-    return y_ND.view(hidden_BTD.shape)
+    return y_BTD
 
 
 @_in_chunks.register_fake
