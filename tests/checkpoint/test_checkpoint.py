@@ -337,6 +337,6 @@ def test_a_config_with_infinities_is_read_back(name: str, tmp_path: Path) -> Non
     config.save_pretrained(tmp_path)
     assert "Infinity" in (tmp_path / "config.json").read_text()
     refuse_other_config(tmp_path, config)
-    config.num_hidden_layers += 1
-    with pytest.raises(UserError, match="num_hidden_layers"):
+    config.hidden_size += 8
+    with pytest.raises(UserError, match="hidden_size"):
         refuse_other_config(tmp_path, config)
