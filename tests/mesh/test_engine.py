@@ -226,6 +226,23 @@ def test_parameter_groups_follow_the_owner_of_a_tie():
     assert [v for (n, *_), v in first.items() if "embed" in n] == [v for (n, *_), v in last.items() if "embed" in n]
 
 
+def test_a_stage_may_be_frozen_altogether():
+    model, steps = build(LLAMA), batches(LLAMA)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2." in name or "layers.3." in name)
+    optim = AdamW(learning_rate=1e-2, max_grad_norm=1.0)
+
+    def work():
+        trained = engine(model, Layout(pipeline=2), optim=optim)
+        return [trained.train_step(batch).loss for batch in steps]
+
+    losses = ranks.run(2, work)
+    with Fp32MeansFp64():
+        trainer = ReferenceTrainer(model, learning_rate=1e-2, max_grad_norm=1.0)
+        want = [trainer.step(batch)[0] for batch in steps]
+    assert losses == [pytest.approx(want, rel=1e-10)] * 2
+
+
 def test_bf16_keeps_fp32_masters():
     """Case 5: updates far below bf16's resolution move the masters."""
     model = families.build(families.BY_NAME["llama"], seed=1, tie=True)

@@ -171,7 +171,8 @@ class Gradients:
             [
                 {"params": members, "weight_decay": decay, "lr_scale": scale}
                 for (decay, scale), members in groups.items()
-            ],
+            ]
+            or [{"params": [], "lr_scale": 1.0}],  # a stage may be frozen altogether
             lr=self._optim.learning_rate,
             betas=self._optim.betas,
             eps=self._optim.eps,
