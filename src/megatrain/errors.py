@@ -32,6 +32,10 @@ class UserError(MegatrainError):
         super().__init__(f"{text}\n  -> {remedy}" if remedy else text)
 
 
+class Aftermath(UserError):
+    """Something ends because of another process's error, or of one that nobody foresaw: another attempt may do better."""
+
+
 class WriteFailed(UserError):
     """The system refused to write a file of a run: the disk is full, or failing."""
 

@@ -23,7 +23,7 @@ from megatrain.check import Prepared, check_mesh, mesh_ladder, prepare
 from megatrain.checkpoint.reader import complete_checkpoints
 from megatrain.config.schema import ChangeName, RunConfig, WatchdogConfig
 from megatrain.divergence import Divergence
-from megatrain.errors import MegatrainError, NumericStop, PlanRefused, UserError
+from megatrain.errors import Aftermath, MegatrainError, NumericStop, PlanRefused, UserError
 from megatrain.machine.probe import matrix_tflops
 from megatrain.mesh import launch
 from megatrain.mesh.denser import is_out_of_memory, note_out_of_memory, times_out_of_memory
@@ -275,7 +275,8 @@ class _SilentLoop(_MainLoop):
 
 
 COMES_AGAIN = (UserError, PlanRefused, NumericStop)
-"""Errors that another attempt would only repeat. Low host memory is none: a new process begins with less."""
+"""Errors that another attempt would only repeat, but for `Aftermath`: the rank whose error it was says what comes again. Low host
+memory is none: a new process begins with less."""
 
 
 @contextlib.contextmanager
@@ -284,7 +285,8 @@ def _noting_ends() -> Iterator[None]:
     try:
         yield
     except COMES_AGAIN as error:
-        launch.note_end(error.exit_code, str(error))
+        if not isinstance(error, Aftermath):
+            launch.note_end(error.exit_code, str(error))
         raise
 
 

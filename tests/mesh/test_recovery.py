@@ -23,9 +23,10 @@ import mesh_agent
 from megatrain import train_mesh
 from megatrain.check import mesh_ladder
 from megatrain.checkpoint import files as checkpoint_files
+from megatrain.checkpoint.background import explain
 from megatrain.config.load import load_config
 from megatrain.config.schema import WatchdogConfig
-from megatrain.errors import HostMemoryLow, NumericStop, UserError
+from megatrain.errors import Aftermath, HostMemoryLow, NumericStop, UserError
 from megatrain.mesh import launch, watchdog
 from megatrain.mesh.denser import ladder
 from megatrain.mesh.engine import MeshEngine
@@ -262,7 +263,16 @@ def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pyt
     assert silent.value.code == 4
 
 
-@pytest.mark.parametrize("error", [HostMemoryLow("ledger"), train_mesh.StartAgain("denser"), RuntimeError("NCCL")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        HostMemoryLow("ledger"),
+        train_mesh.StartAgain("denser"),
+        RuntimeError("NCCL"),
+        explain(RuntimeError("gloo")),
+        Aftermath("rank 3 could not write the checkpoint"),
+    ],
+)
 def test_errors_that_may_go_better_are_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_shared", dist.HashStore())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

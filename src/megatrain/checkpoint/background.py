@@ -36,7 +36,7 @@ import torch
 from megatrain.checkpoint.copies import LEFT_BYTES, CopyMemory
 from megatrain.checkpoint.writer import SavePlan, write_planned
 from megatrain.device.copier import HostReader
-from megatrain.errors import MegatrainError, PlanRefused, UserError
+from megatrain.errors import Aftermath, MegatrainError, PlanRefused, UserError
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
@@ -441,7 +441,7 @@ def explain(error: BaseException) -> UserError:
     """The error of a save for the person whose run it belongs to."""
     if isinstance(error, UserError):
         return error
-    return UserError(f"the checkpoint could not be saved: {type(error).__name__}: {error}")
+    return Aftermath(f"the checkpoint could not be saved: {type(error).__name__}: {error}")
 
 
 def _state_bytes(planes: UnitPlanes) -> int:

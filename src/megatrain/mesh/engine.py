@@ -28,7 +28,7 @@ from megatrain.checkpoint.background import SaveProgress
 from megatrain.checkpoint.desk import SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
-from megatrain.errors import UserError
+from megatrain.errors import Aftermath, UserError
 from megatrain.executor.assembly import build_model, config_of, refuse_unmatched_groups
 from megatrain.executor.base import EngineBase, check_learning_rate, why_skip
 from megatrain.executor.results import EvalResult, StepResult
@@ -331,7 +331,7 @@ class MeshEngine(EngineBase):
         finally:
             complete = everyone(state is not None, self.device)
         if not complete or state is None:
-            raise UserError("another rank could not read the checkpoint", str(directory), "see that rank's error")
+            raise Aftermath("another rank could not read the checkpoint", str(directory), "see that rank's error")
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
         self.state.set_updates(self.updates)
         self._share_buffers()

@@ -44,7 +44,7 @@ from megatrain.checkpoint.writer import (
     write_begin,
     write_end,
 )
-from megatrain.errors import UserError
+from megatrain.errors import Aftermath, UserError
 from megatrain.host.available import available_host_bytes
 from megatrain.host.store import UnitPlanes
 from megatrain.mesh.devices import Devices
@@ -461,7 +461,7 @@ class SaveDesk:
         _, failed = agreed_end(ended)
         if not failed:
             return
-        error = ended.error() or UserError("another rank could not save the checkpoint", "MeshEngine.save")
+        error = ended.error() or Aftermath("another rank could not save the checkpoint", "MeshEngine.save")
         if self._on_error == "stop":
             raise error
         logger.warning("the checkpoint was not saved, training goes on: %s", error)
@@ -483,4 +483,4 @@ class SaveDesk:
 
 
 def _failed_on(rank: int, directory: Path) -> UserError:
-    return UserError(f"rank {rank} could not write the checkpoint", str(directory), f"see rank {rank}'s error")
+    return Aftermath(f"rank {rank} could not write the checkpoint", str(directory), f"see rank {rank}'s error")
