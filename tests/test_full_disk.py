@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from ruamel.yaml import YAML
 
 from counting import CountingEngine, Saved
 from megatrain.cli import main
-from megatrain.config.load import load_config
-from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError, WriteFailed
 from megatrain.metrics import logger as run_logger
 from megatrain.metrics import record as step_record
 from megatrain.metrics.record import read_records
 from megatrain.train import train
-from tiny_run import config, prepare
+from tiny_run import config, group_ended, make, prepare
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -32,16 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("files"))
 
 
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    """After an error a rank leaves its process group to die with the process; here the process goes on."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def make(files: Path, tmp_path: Path, *overrides: str) -> RunConfig:
-    return load_config(config(files, run={"dir": str(tmp_path / "run")}), overrides)
+no_group_left = pytest.fixture(autouse=True)(group_ended)
 
 
 def full_from(monkeypatch: pytest.MonkeyPatch, module: Any, call: int) -> None:

@@ -9,21 +9,18 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from counting import CountingEngine
 from megatrain.check import check
 from megatrain.config.load import load_config
-from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 from megatrain.run_folder import RunFolder
 from megatrain.run_lock import RunLock
 from megatrain.train import train
-from tiny_run import config, prepare
+from tiny_run import config, group_ended, make, prepare
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("files"))
 
 
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    """After an error a rank leaves its process group to die with the process; here the process goes on."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def make(files: Path, tmp_path: Path, *overrides: str) -> RunConfig:
-    return load_config(config(files, run={"dir": str(tmp_path / "run")}), overrides)
+no_group_left = pytest.fixture(autouse=True)(group_ended)
 
 
 @pytest.mark.parametrize("engine", ["host", "mesh"])

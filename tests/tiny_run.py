@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain.config.load import load_config
+from megatrain.config.schema import RunConfig
 from tiny_tokenizer import CHATML, make_tokenizer
 
 # Words of the corpus that the tokenizer was trained on: about a token each.
@@ -81,3 +85,15 @@ def prepare(folder: Path) -> Path:
     write_model(folder / "model")
     write_texts(folder / "texts.jsonl", 60)
     return folder
+
+
+def make(files: Path, tmp_path: Path, *overrides: str) -> RunConfig:
+    """The config of a run in `tmp_path`, of the files of `prepare`."""
+    return load_config(config(files, run={"dir": str(tmp_path / "run")}), overrides)
+
+
+def group_ended() -> Iterator[None]:
+    """A fixture. After an error a rank leaves its process group to die with the process; here the process goes on."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -7,7 +7,7 @@ import filecmp
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ LAYOUTS = {"pipeline": Layout(pipeline=2, shard=1), "copies": Layout(replicate=2
 def engine(layout: Layout) -> MeshEngine:
     model = families.build(FAMILY, seed=1, tie=True)
     return MeshEngine(model, layout, compute_dtype="fp32", optim=AdamW(learning_rate=1e-2), device="cpu")
+
+
+def what_training_says(trained: MeshEngine, enough: Callable[[], bool] = lambda: False) -> str:
+    """Steps until one raises: its error's text. Nothing if it was enough first, or none did."""
+    for batch in BATCHES * 50:
+        try:
+            trained.train_step(batch)
+        except UserError as error:
+            return str(error)
+        if enough():
+            break
+    return ""
 
 
 def slow_writing(seconds: float) -> None:
@@ -92,16 +104,8 @@ def test_a_failure_in_the_background_reaches_every_rank_at_the_same_step(on_erro
                 raise UserError("cannot be written: no space left on device", name)
 
             FolderWriter.write_tensors = full  # type: ignore[method-assign]
-            said = ""
             trained.save(tmp_path / "newer", wait=False, on_error=on_error)
-            for batch in BATCHES * 50:
-                try:
-                    trained.train_step(batch)
-                except UserError as error:
-                    said = str(error)
-                    break
-                if on_error == "warn" and trained._desk.saving is None:
-                    break
+            said = what_training_says(trained, lambda: on_error == "warn" and trained._desk.saving is None)
             return trained.step, said
 
     (step, first), (other_step, second) = ranks.run(2, work)
@@ -272,14 +276,8 @@ def test_a_fault_at_another_writer_ends_the_save_everywhere(fault: Any, part: st
             trained.save(tmp_path / "older")
             if dist.get_rank() == 2:
                 fault(part)
-            said = ""
             trained.save(tmp_path / "newer", wait=False, buffer_bytes=0)
-            for batch in BATCHES * 50:
-                try:
-                    trained.train_step(batch)
-                except UserError as error:
-                    said = str(error)
-                    break
+            said = what_training_says(trained)
             ended = trained.step
             loss = trained.train_step(BATCHES[0]).loss
             return ended, said, loss, trained.load(tmp_path / "older").get("step", 0)
