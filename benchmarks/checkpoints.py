@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatrain.bench import engine_for
-from megatrain.executor.engine import HostEngine
+from megatrain.commands.bench import engine_for
+from megatrain.engine.host.engine import HostEngine
 
 GIB = 1 << 30
 

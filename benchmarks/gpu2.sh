@@ -4,7 +4,7 @@
 # Rows in the order of their worth; each has a limit of ROW_LIMIT seconds, and what crashes or hangs costs its own row only.
 # Rehearsal on a CPU: WORDS="--shape tiny --tokens 64 --steps 4" DEVICE=cpu benchmarks/gpu2.sh
 set -u
-export PYTHONPATH=${PYTHONPATH:-src:tests} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export PYTHONPATH=${PYTHONPATH:-src:tests/support} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_SHOW_CPP_STACKTRACES=0
 budget=${BUDGET:-570} row_limit=${ROW_LIMIT:-110} words=${WORDS:-} device=${DEVICE:-cuda} python=${PYTHON:-python3}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatrain.executor.engine import HostEngine
+from megatrain.engine.host.engine import HostEngine
 from megatrain.optim.adamw import AdamW
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, tied

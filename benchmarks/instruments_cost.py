@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from megatrain.bench import engine_for, engine_overrides, random_batch
+from megatrain.commands.bench import engine_for, engine_overrides, random_batch
 
 WARM_UP = 4
 

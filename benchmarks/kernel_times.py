@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.bench import engine_for, engine_overrides, random_batch
+from megatrain.commands.bench import engine_for, engine_overrides, random_batch
 
 
 def clocks() -> str:

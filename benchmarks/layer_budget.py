@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.models.build import build_meta_model, load_model_config
-from megatrain.models.structure import take_apart
+from megatrain.models.structure import dissect
 from megatrain.models.templates import LayerCode
 from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
 from megatrain.optim.device import update_
@@ -71,7 +71,7 @@ def head(size, tokens_list, hidden, vocabulary=151936):
 def main(size, rows, tokens, budgets):
     config = load_model_config(config_folder(size))
     meta = build_meta_model(config, compute_dtype=torch.bfloat16)
-    structure = take_apart(meta)
+    structure = dissect(meta)
     unit = structure.layers[0]
     module = structure.layer_stack()[0]
     flat = (torch.randn(unit.layout.numel, device="cuda") * 0.02).bfloat16()

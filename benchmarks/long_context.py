@@ -32,21 +32,21 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils import _pytree as pytree
 
-from megatrain.bench import QWEN25_7B, engine_overrides
+from megatrain.commands.bench import QWEN25_7B, engine_overrides
 from megatrain.device.attention import fastest_attention, measured_backends
-from megatrain.executor.engine import HostEngine
+from megatrain.engine.host.engine import HostEngine
 from megatrain.machine.machine import LONG_ROW, Machine, load_machine
 from megatrain.models.build import load_model_config
 from megatrain.models.templates import Variant
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, Policy, StepSize
+from megatrain.planner.layer_trace import layer_arguments
 from megatrain.planner.memory import working_bytes
+from megatrain.planner.model_cost import ModelShape, shape_of
 from megatrain.planner.plan import Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
-from megatrain.planner.shape import ModelShape, shape_of
 from megatrain.planner.timeline import recomputed_flops
-from megatrain.planner.trace import layer_arguments
 
 MACHINE = Path(__file__).parents[1] / "docs/machines/h200.yaml"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

@@ -1,6 +1,6 @@
 """SIGKILL of one rank under torchrun: the run recovers by itself and ends as one that was never disturbed.
 
-    PYTHONPATH=src:tests python benchmarks/mesh_kill.py --out FOLDER [--device cuda] [--steps 300]
+    PYTHONPATH=src:tests/support python benchmarks/mesh_kill.py --out FOLDER [--device cuda] [--steps 300]
 
 A tiny model, two processes, FSDP. Prints one JSON line: seconds from the kill to the next step, largest relative difference of
 any step's loss from the undisturbed run, and whether the last checkpoints are equal byte for byte.

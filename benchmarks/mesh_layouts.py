@@ -27,12 +27,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatrain.executor.engine import HostEngine
-from megatrain.mesh import launch
-from megatrain.mesh.engine import MeshEngine
-from megatrain.mesh.exposed import Shares, kernels_of, shares
-from megatrain.mesh.layout import Layout
-from megatrain.mesh.monitor import gather, numbers_of_all, numbers_of_rank
+from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.mesh import launch
+from megatrain.engine.mesh.comm_overlap import Shares, kernels_of, shares
+from megatrain.engine.mesh.engine import MeshEngine
+from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.rank_metrics import gather, numbers_of_all, numbers_of_rank
 from megatrain.optim.adamw import AdamW
 
 SHAPES: dict[str, dict[str, Any]] = {

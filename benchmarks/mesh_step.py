@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from megatrain.executor.engine import HostEngine
-from megatrain.mesh.engine import MeshEngine
-from megatrain.mesh.layout import Layout
+from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.mesh.engine import MeshEngine
+from megatrain.engine.mesh.layout import Layout
 from megatrain.optim.adamw import AdamW
 
 QWEN3_4B = {

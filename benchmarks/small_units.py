@@ -13,7 +13,7 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.executor.engine import HostEngine
+from megatrain.engine.host.engine import HostEngine
 from megatrain.optim.adamw import AdamW
 
 CONFIG = {
@@ -58,7 +58,9 @@ def main(rows: int, tokens: int, steps: int) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         optim = AdamW(learning_rate=1e-5)
-        with HostEngine(model, optim=optim, resident="all", kept="all", chunk_rows=rows, compile=compiled) as engine:
+        with HostEngine(
+            model, optim=optim, resident="all", kept="all", microbatch_rows=rows, compile=compiled
+        ) as engine:
             seconds = []
             for step in range(steps):
                 ids = torch.randint(0, 49152, (rows, tokens), generator=torch.Generator().manual_seed(step))

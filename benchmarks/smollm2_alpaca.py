@@ -5,7 +5,7 @@ Use: python benchmarks/smollm2_alpaca.py MODEL DATA RUN_DIR [--section.key value
      DATA     a file of instruction, input and output (LLaMA-Factory's alpaca_en_demo.json)
      RUN_DIR  a folder that does not exist yet
 
-The run itself is `megatrain.train`. Around it, on the same rows of tokens, plain transformers computes the loss of the first
+The run itself is `megatrain.run.loop`. Around it, on the same rows of tokens, plain transformers computes the loss of the first
 batch before the run and the held-out loss of the checkpoint after it: each document alone, without packing. The last thing
 printed is the table.
 """
@@ -25,9 +25,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatrain as mt
-from megatrain.check import prepare
 from megatrain.data.loader import StepLoader
 from megatrain.metrics.record import read_records
+from megatrain.run.prepare import prepare
 
 QUESTION = "Give three tips for staying healthy."
 ANSWER_TOKENS = 96

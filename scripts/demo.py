@@ -1,6 +1,6 @@
 """`make demo`: a small Llama from nothing to a sample, through everything that a real run uses, in about two minutes.
 
-    a tokenizer, trained here  -->  a model folder without weights  -->  run.yaml  -->  megatrain.train  -->  plain transformers
+    a tokenizer, trained here  -->  a model folder without weights  -->  run.yaml  -->  train  -->  plain transformers
 
 The text is what every machine has: the sources of Python's own standard library. Everything lies in a new numbered folder
 below `runs/demo`; nothing is overwritten and nothing is removed.

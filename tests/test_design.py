@@ -32,7 +32,7 @@ def test_every_line_of_an_excerpt_is_in_its_file_in_that_order(file: str, code: 
 
 
 def test_every_path_exists() -> None:
-    places = (ROOT, SOURCE, ROOT / "tests" / "executor", ROOT / "docs")
+    places = (ROOT, SOURCE, ROOT / "tests" / "engine" / "host", ROOT / "docs")
     found = set(re.findall(r"`([\w/]+\.(?:py|md))`|\]\(([\w./]+)\)", PROSE))
     paths = sorted({a or b for a, b in found})
     assert len(paths) > 20

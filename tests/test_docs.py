@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cli import main
+from megatrain.commands.main import main
 from tiny_run import write_chats, write_model
 
 ROOT = Path(__file__).resolve().parents[1]

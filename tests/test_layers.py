@@ -35,7 +35,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 
 def home(module: str) -> str:
-    """`megatrain.host.store` -> `host`."""
+    """`megatrain.host_memory.store` -> `host`."""
     return module.split(".")[1]
 
 
@@ -91,12 +91,12 @@ def test_the_front_has_no_cycles() -> None:
 
 
 def test_nothing_stands_on_the_command_line() -> None:
-    users = [file.stem for file in ROOT.rglob("*.py") if "megatrain.cli" in set(imports(file))]
+    users = [file.stem for file in ROOT.rglob("*.py") if "megatrain.commands.main" in set(imports(file))]
     assert users == ["__main__"]
 
 
 def test_what_every_command_needs_imports_no_torch() -> None:
-    modules = "megatrain, megatrain.cli, megatrain.errors, megatrain.config.load, megatrain.ledger"
+    modules = "megatrain, megatrain.commands.main, megatrain.errors, megatrain.config.load, megatrain.run.ledger"
     code = f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 

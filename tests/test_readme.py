@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.config.load import load_config
 from tiny_run import write_chats, write_model, write_texts
 
@@ -141,8 +141,8 @@ def test_the_tree_of_the_readme_leaves_no_package_out() -> None:
 def test_six_files_lead_to_the_hot_loop() -> None:
     listed = re.findall(r"^\d\. \[\S+\]\((\S+)\)", README, flags=re.MULTILINE)
     assert len(listed) == 6
-    assert "src/megatrain/executor/step.py" in listed[:2]
-    assert "def gradients(self" in (ROOT / "src/megatrain/executor/step.py").read_text(encoding="utf-8")
+    assert "src/megatrain/engine/host/step.py" in listed[:2]
+    assert "def gradients(self" in (ROOT / "src/megatrain/engine/host/step.py").read_text(encoding="utf-8")
 
 
 # ---- configs that are shipped

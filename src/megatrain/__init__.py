@@ -12,40 +12,40 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.check import check as check
     from megatrain.config.load import load_config as load_config
     from megatrain.config.schema import RunConfig as RunConfig
+    from megatrain.engine.host.engine import HostEngine as HostEngine
+    from megatrain.engine.results import EvalResult as EvalResult
+    from megatrain.engine.results import StepResult as StepResult
     from megatrain.errors import EngineClosed as EngineClosed
     from megatrain.errors import MegatrainError as MegatrainError
     from megatrain.errors import NumericStop as NumericStop
     from megatrain.errors import PlanRefused as PlanRefused
     from megatrain.errors import UserError as UserError
-    from megatrain.evaluate import evaluate as evaluate
-    from megatrain.executor.engine import HostEngine as HostEngine
-    from megatrain.executor.results import EvalResult as EvalResult
-    from megatrain.executor.results import StepResult as StepResult
     from megatrain.optim.adamw import AdamW as AdamW
     from megatrain.optim.adamw import ParamGroup as ParamGroup
-    from megatrain.train import train as train
+    from megatrain.run.evaluate import evaluate as evaluate
+    from megatrain.run.loop import train as train
+    from megatrain.run.prepare import check as check
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AdamW": "megatrain.optim.adamw",
     "EngineClosed": "megatrain.errors",
-    "EvalResult": "megatrain.executor.results",
-    "HostEngine": "megatrain.executor.engine",
+    "EvalResult": "megatrain.engine.results",
+    "HostEngine": "megatrain.engine.host.engine",
     "MegatrainError": "megatrain.errors",
     "NumericStop": "megatrain.errors",
     "ParamGroup": "megatrain.optim.adamw",
     "PlanRefused": "megatrain.errors",
     "RunConfig": "megatrain.config.schema",
-    "StepResult": "megatrain.executor.results",
+    "StepResult": "megatrain.engine.results",
     "UserError": "megatrain.errors",
-    "check": "megatrain.check",
-    "evaluate": "megatrain.evaluate",
+    "check": "megatrain.run.prepare",
+    "evaluate": "megatrain.run.evaluate",
     "load_config": "megatrain.config.load",
-    "train": "megatrain.train",
+    "train": "megatrain.run.loop",
 }
 
 __all__ = [
@@ -81,7 +81,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `megatrain.train` the function: importing the submodule of that name would bind the module over it."""
+    """Keeps `megatrain.run.loop` the function: importing the submodule of that name would bind the module over it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

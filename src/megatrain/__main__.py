@@ -2,6 +2,6 @@
 
 import sys
 
-from megatrain.cli import main
+from megatrain.commands.main import main
 
 sys.exit(main())

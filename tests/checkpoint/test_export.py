@@ -14,7 +14,7 @@ from hosted import Hosted, save, save_as, save_family, trained
 from megatrain.checkpoint import card
 from megatrain.checkpoint import export as module
 from megatrain.checkpoint.export import export, find_checkpoint, verify
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.config.load import dump_config, load_config
 from megatrain.errors import UserError
 from megatrain.metrics.record import MetricsWriter

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import BY_NAME, batch, build
-from megatrain.executor.engine import HostEngine
+from megatrain.engine.host.engine import HostEngine
 from megatrain.optim.adamw import AdamW
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def planes_of(engine: HostEngine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("buffer_bytes", [1, 10**9])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"resident": "all"}, {"resident": ["layer.0"], "kept": "all"}, {"pin": "staged"}, {"windows": 2}],
+    [{}, {"resident": "all"}, {"resident": ["layer.0"], "kept": "all"}, {"pin": "staged"}, {"accumulation_steps": 2}],
     ids=str,
 )
 def test_a_save_under_training_is_of_one_step(

@@ -7,7 +7,7 @@ import torch
 
 from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams
-from megatrain.host.arena import Arena, PinRefused, page_ceil
+from megatrain.host_memory.arena import Arena, PinRefused, page_ceil
 from traced import TracedStreams
 
 

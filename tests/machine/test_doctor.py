@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.machine.doctor import Surroundings, doctor, findings, table
 from megatrain.machine.machine import load_machine
 from megatrain.machine.system import Link

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.metrics.compare import x_values
 from megatrain.metrics.record import MetricsWriter
 from step_records import record

@@ -103,6 +103,6 @@ def test_a_record_comes_back_from_its_json() -> None:
         waited_s={"weights": 0.5},
         h2d=Link(bytes=10, busy_s=1.0, gbps=30.0, share=0.5),
         policy="recompute 4",
-        ladder=("batch.chunk_rows: 1",),
+        ladder=("batch.microbatch_rows: 1",),
     )
     assert pipeline_from({**orjson.loads(orjson.dumps(record)), "of a newer version": 1}) == record

@@ -14,7 +14,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import tiny_run
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.metrics import trackers
 from megatrain.metrics.pipeline import Link, PipelineRecord
 from megatrain.metrics.record import read_records

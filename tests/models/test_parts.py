@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from megatrain.models.chunked_mlp import TokenChunks
 from megatrain.models.templates import ATTENTION, Kept, LayerCode, Variant, kept_operations
-from megatrain.models.tokenwise import TokenChunks
 
 WIDTH, HEADS, TOKENS, WIDE = 32, 2, 40, 96
 

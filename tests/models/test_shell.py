@@ -10,11 +10,11 @@ from torch import nn
 from torch.func import functional_call
 
 from families import BY_NAME, CORE, Family, batch, build
+from megatrain.engine.parity_check import token_wise
 from megatrain.errors import UserError
-from megatrain.executor.gate import token_wise
+from megatrain.models.chunked_mlp import TokenChunks
 from megatrain.models.shell import Shell, StreamedLayer
-from megatrain.models.structure import take_apart
-from megatrain.models.tokenwise import TokenChunks
+from megatrain.models.structure import dissect
 
 SCALED = (
     "gemma2 gemma gemma3n_text granite cohere cohere2 falcon_h1 recurrent_gemma hyperclovax minicpm3 afmoe nanochat"
@@ -28,7 +28,7 @@ class World:
     def __init__(self, model: Any, **options: Any):
         self.model = model.eval()
         self.calls: list[int] = []
-        self.structure = take_apart(model)
+        self.structure = dissect(model)
         self.shell = Shell(self.structure, dict(model.named_buffers()), self.run_layer, **options)
         self.shell.train(False)
 
@@ -175,7 +175,7 @@ def test_leaves_are_views_of_the_slot_that_ask_for_gradients_where_the_family_tr
 
 
 def test_parameters_that_the_family_keeps_in_fp32_are_computed_in_fp32() -> None:
-    structure = take_apart(build(BY_NAME["llama"], seed=0))
+    structure = dissect(build(BY_NAME["llama"], seed=0))
     unit = structure.layers[0]
     name = unit.prefix + "input_layernorm.weight"
     world = World(structure.model, fp32_names=frozenset({name}))

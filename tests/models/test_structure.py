@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig
 from families import BY_NAME, CORE, FAMILIES, Family, build, config
 from megatrain.errors import UserError
 from megatrain.models.build import build_meta_model
-from megatrain.models.structure import Structure, attention_shape, persistent_buffers, take_apart, with_submodule
+from megatrain.models.structure import Structure, attention_shape, dissect, persistent_buffers, with_submodule
 
 
 def apart(name: str, tie: bool | None = None) -> Structure:
-    return take_apart(build(BY_NAME[name], seed=0, tie=tie))
+    return dissect(build(BY_NAME[name], seed=0, tie=tie))
 
 
 def names(structure: Structure, unit: int) -> list[str]:
@@ -75,7 +75,7 @@ def test_a_tied_head_is_kept_once_under_the_embedding_s_name(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_parameter_of_every_family_is_in_exactly_one_unit(family: Family) -> None:
     model = build_meta_model(config(family), compute_dtype=torch.float32)
-    structure = take_apart(model)
+    structure = dissect(model)
     found = [full for unit in structure.units for _, full in unit.full_names()]
     assert len(found) == len(set(found))
     aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)}
@@ -93,7 +93,7 @@ def test_taking_apart_changes_nothing(family: Family) -> None:
     model = build(family, seed=0)
     before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     modules = [id(m) for m in model.modules()]
-    take_apart(model)
+    dissect(model)
     assert {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()} == before
     assert [id(m) for m in model.modules()] == modules
 
@@ -134,26 +134,26 @@ def linears(count: int) -> nn.ModuleList:
 
 def test_a_model_without_a_stack_is_refused() -> None:
     with pytest.raises(UserError, match="Toy: no stack of 3 decoder layers found under 'model'"):
-        take_apart(Toy(Base(blocks=linears(2)), layers=3))
+        dissect(Toy(Base(blocks=linears(2)), layers=3))
 
 
 def test_a_list_inside_a_layer_is_no_stack() -> None:
     """Longcat's layers hold lists of two; its stack has another length than `num_hidden_layers`."""
     inside = nn.ModuleList(Base(experts=linears(2)) for _ in range(3))
     with pytest.raises(UserError, match="no stack of 2 decoder layers"):
-        take_apart(Toy(Base(layers=inside), layers=2))
+        dissect(Toy(Base(layers=inside), layers=2))
     with pytest.raises(UserError, match="no stack of 4 decoder layers"):
-        take_apart(build(BY_NAME["longcat_flash"], seed=0))
+        dissect(build(BY_NAME["longcat_flash"], seed=0))
 
 
 def test_the_outermost_stack_is_taken() -> None:
     same_length_inside = nn.ModuleList(Base(experts=linears(3)) for _ in range(3))
-    assert take_apart(Toy(Base(layers=same_length_inside), layers=3)).layers_name == "model.layers"
+    assert dissect(Toy(Base(layers=same_length_inside), layers=3)).layers_name == "model.layers"
 
 
 def test_a_model_without_a_base_is_refused() -> None:
     with pytest.raises(UserError, match="no base model that could be separated from its head"):
-        take_apart(Toy(nn.Linear(4, 4), layers=2, prefix="transformer"))
+        dissect(Toy(nn.Linear(4, 4), layers=2, prefix="transformer"))
 
 
 def test_layers_that_share_parameters_are_refused() -> None:
@@ -162,14 +162,14 @@ def test_layers_that_share_parameters_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"layers share parameters \(model\.layers\.2\.weight = model\.layers\.0\.weight\)"
     ):
-        take_apart(Toy(Base(layers=layers), layers=3))
+        dissect(Toy(Base(layers=layers), layers=3))
     with pytest.raises(UserError, match="layers share parameters"):
-        take_apart(build(BY_NAME["zamba2"], seed=0))
+        dissect(build(BY_NAME["zamba2"], seed=0))
 
 
 def test_a_base_whose_trial_forward_fails_goes_with_the_embedding() -> None:
     """Where nothing can be learnt, the device holds more for the step, and the result is the same."""
-    structure = take_apart(Toy(Base(embed=nn.Embedding(7, 4), layers=linears(2), norm=nn.LayerNorm(4)), layers=2))
+    structure = dissect(Toy(Base(embed=nn.Embedding(7, 4), layers=linears(2), norm=nn.LayerNorm(4)), layers=2))
     assert names(structure, 0) == ["model.embed.weight", "model.norm.weight", "model.norm.bias"]
     assert names(structure, -1) == ["lm_head.weight", "lm_head.bias"]
 

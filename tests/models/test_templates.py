@@ -14,12 +14,12 @@ from torch.func import functional_call
 from families import BY_NAME, FAMILIES, Family, build, config
 from megatrain.models import templates
 from megatrain.models.build import build_meta_model
-from megatrain.models.structure import take_apart
+from megatrain.models.structure import dissect
 from megatrain.models.templates import LayerCode, template_groups
 
 
 def groups(name: str) -> list[int]:
-    return template_groups(list(take_apart(build(BY_NAME[name], seed=0)).layer_stack()))
+    return template_groups(list(dissect(build(BY_NAME[name], seed=0)).layer_stack()))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_groups(name: str, want: list[int]) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_a_template_computes_what_each_layer_of_its_group_computes(family: Family) -> None:
     """Layers of one group have equal tensors by name and shape, so the template can be bound to any of them."""
-    layers = list(take_apart(build_meta_model(config(family), compute_dtype=torch.float32)).layer_stack())
+    layers = list(dissect(build_meta_model(config(family), compute_dtype=torch.float32)).layer_stack())
     for layer, group in zip(layers, template_groups(layers), strict=True):
         template = layers[template_groups(layers).index(group)]
         for one, other in (

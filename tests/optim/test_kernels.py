@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain.host.planes import join, split_
+from megatrain.host_memory.planes import join, split_
 from megatrain.optim import kernels
 from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
 from megatrain.optim.reference import adamw_

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.errors import EngineClosed
-from megatrain.host.planes import split_
+from megatrain.host_memory.planes import split_
 from megatrain.optim import kernels
 from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
 from megatrain.optim.reference import adamw_

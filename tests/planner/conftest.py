@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from megatrain.bench.shapes import QWEN3
+from megatrain.commands.bench.shapes import QWEN3
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.planner.shape import ModelShape, shape_of
+from megatrain.planner.model_cost import ModelShape, shape_of
 
 MACHINES = Path(__file__).parents[2] / "docs/machines"
 

@@ -13,8 +13,8 @@ from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
 from megatrain.planner import Options, StepSize, engine_options, plan
 from megatrain.planner.choice import Choice, Policy
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import caps_for, plan_of
-from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import recomputed_flops, simulate
 
 Shapes = Callable[..., ModelShape]

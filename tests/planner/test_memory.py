@@ -10,7 +10,7 @@ import pytest
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Options, StepSize
 from megatrain.planner.memory import GIB, PROCESS_BYTES, device_peak, held_bytes, host_lines
-from megatrain.planner.shape import ModelShape
+from megatrain.planner.model_cost import ModelShape
 
 Shapes = Callable[..., ModelShape]
 STEP = StepSize(32, 1024)
@@ -23,8 +23,8 @@ def choice(shape: ModelShape, **changes: object) -> Choice:
         resident_head=False,
         policies=("recompute",) * shape.depth,
         offloaded=0,
-        windows=1,
-        chunk_rows=32,
+        accumulation_steps=1,
+        microbatch_rows=32,
         head_chunk_tokens=4096,
     )
     return replace(plain, **changes)
@@ -42,7 +42,7 @@ def test_a_layer_holds_what_was_measured(shape: Shapes, policy: str, measured_gi
 
 def test_peak_of_an_all_host_eager_step_as_measured(shape: Shapes) -> None:
     model = shape("qwen3-8b")
-    peak = device_peak(model, STEP, Options(compiled=False), choice(model, chunk_rows=16, head_chunk_tokens=2355))
+    peak = device_peak(model, STEP, Options(compiled=False), choice(model, microbatch_rows=16, head_chunk_tokens=2355))
     # Measured 22.6 GiB when the previous chunk's part of the head's gradient (bf16, 1.16 GiB) was not let go yet.
     assert peak.nbytes / GIB == pytest.approx(22.6 - 1.16, rel=0.05)
     assert peak.moment == "head"
@@ -64,7 +64,7 @@ def test_planes_are_12_bytes_a_parameter_and_gradients_follow_the_options(shape:
         return sum(size for name, size in lines.items() if "slab" not in name and "process" not in name)
 
     assert planes(Options()) == 14 * count
-    assert planes(Options(), windows=2) == 16 * count
+    assert planes(Options(), accumulation_steps=2) == 16 * count
     assert planes(Options(gradient_plane=False)) == 12 * count
     assert planes(Options(compute="fp32", transport_bytes=4)) == 16 * count
 
@@ -120,7 +120,7 @@ def test_more_of_anything_never_needs_less(shape: Shapes) -> None:
 
 def test_a_tied_heads_gradient_waits_for_the_embeddings(shape: Shapes) -> None:
     model = shape("qwen3-4b")
-    peak = device_peak(model, StepSize(8, 1024), Options(), choice(model, chunk_rows=8, head_chunk_tokens=1024))
+    peak = device_peak(model, StepSize(8, 1024), Options(), choice(model, microbatch_rows=8, head_chunk_tokens=1024))
     assert peak.lines["gradient of the head"] == 4 * model.head_matrix
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from megatrain.bench.shapes import QWEN25_7B
-from megatrain.cli import main
+from megatrain.commands.bench.shapes import QWEN25_7B
+from megatrain.commands.main import main
 from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.memory import device_peak, held_bytes, host_lines, working_bytes
-from megatrain.planner.shape import ModelShape, shape_of
+from megatrain.planner.model_cost import ModelShape, shape_of
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs/memory.md").read_text()

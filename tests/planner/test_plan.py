@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.engine.host.engine import HostEngine
 from megatrain.errors import PlanRefused
-from megatrain.executor.engine import HostEngine
 from megatrain.machine.machine import Machine
 from megatrain.planner import Options, StepSize, caps_for, engine_options, plan
 from megatrain.planner.memory import GIB
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.report import plan_json, plan_text
-from megatrain.planner.shape import ModelShape
 
 Shapes = Callable[..., ModelShape]
 Machines = Callable[..., Machine]
@@ -119,7 +119,7 @@ def test_where_no_way_down_is_enough_two_are_tried_together(shape: Shapes, machi
         text,
     )
     assert found is not None, text
-    rows, eaten = int(found[1]), Options(gradient_plane=False, windows=1)
+    rows, eaten = int(found[1]), Options(gradient_plane=False, accumulation_steps=1)
     assert int(found[2]) == rows * 1024
     made = plan(shape("qwen3-8b"), machine(), StepSize(rows, 1024), small, eaten)
     assert f"{made.tokens_per_s:,.0f}" == found[3]
@@ -139,9 +139,11 @@ def test_a_policy_of_the_user_holds_for_all_layers(shape: Shapes, machine: Machi
 
 
 def test_what_the_user_fixed_is_kept(shape: Shapes, machine: Machines) -> None:
-    fixed = Options(windows=2, chunk_rows=4, head_chunk_tokens=1024, threads=3, segment=4, policy="recompute")
+    fixed = Options(
+        accumulation_steps=2, microbatch_rows=4, head_chunk_tokens=1024, threads=3, segment=4, policy="recompute"
+    )
     made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, fixed)
-    assert (made.choice.windows, made.choice.chunk_rows, made.choice.head_chunk_tokens) == (2, 4, 1024)
+    assert (made.choice.accumulation_steps, made.choice.microbatch_rows, made.choice.head_chunk_tokens) == (2, 4, 1024)
     assert engine_options(made)["segment"] == 4
     assert engine_options(made)["threads"] == 3
 

@@ -13,15 +13,15 @@ import torch
 from ruamel.yaml import YAML
 
 from families import FAMILIES, build
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.config.load import load_config
-from megatrain.executor.engine import HostEngine
+from megatrain.engine.host.engine import HostEngine
 from megatrain.machine.machine import load_machine
 from megatrain.models.build import build_from_memory
-from megatrain.models.structure import take_apart
+from megatrain.models.structure import dissect
 from megatrain.planner import StepSize, plan
+from megatrain.planner.model_cost import shape_of_structure
 from megatrain.planner.run import options_of, plan_run, planned_options
-from megatrain.planner.shape import shape_of_structure
 from tiny_run import config, prepare
 
 MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
@@ -111,7 +111,7 @@ def test_a_missing_machine_file_is_said_at_once_with_what_is_near(run_file: Path
     """Before torch and transformers are imported, which takes seconds."""
     missing = MACHINE.with_name("h20.yaml")
     script = (
-        "import sys; from megatrain.cli import main\n"
+        "import sys; from megatrain.commands.main import main\n"
         f"code = main(['plan', {str(run_file)!r}, '--machine', {str(missing)!r}])\n"
         "assert 'torch' not in sys.modules\nsys.exit(code)"
     )
@@ -166,8 +166,8 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
         "activations.compile": "off",
         "activations.offload": "off",
         "activations.mlp_chunk_tokens": 9,
-        "batch.windows": 2,
-        "batch.chunk_rows": 1,
+        "batch.accumulation_steps": 2,
+        "batch.microbatch_rows": 1,
         "batch.head_chunk_tokens": 7,
         "memory.pin": "staged",
         "run.threads": 3,
@@ -175,18 +175,23 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
     options = options_of(load_config(run_file, [f"{key}={value}" for key, value in changes.items()]))
     assert (options.compute, options.transport_bytes, options.policy) == ("fp32", 4, "keep")
     assert (options.compiled, options.offload, options.staged, options.threads) == (False, "off", True, 3)
-    assert (options.windows, options.chunk_rows, options.head_chunk_tokens) == (2, 1, 7)
+    assert (options.accumulation_steps, options.microbatch_rows, options.head_chunk_tokens) == (2, 1, 7)
     assert options.mlp_chunk_tokens == 9
     default = options_of(load_config(run_file))
-    assert (default.compute, default.policy, default.windows, default.compiled) == ("bf16", "auto", None, True)
+    assert (default.compute, default.policy, default.accumulation_steps, default.compiled) == (
+        "bf16",
+        "auto",
+        None,
+        True,
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_on_a_cpu_the_engine_gets_what_the_file_says(run_file: Path) -> None:
-    run = load_config(run_file, ["activations.policy=keep", "batch.chunk_rows=2"])
+    run = load_config(run_file, ["activations.policy=keep", "batch.microbatch_rows=2"])
     options = planned_options(run)
     assert options["kept"] == "all"
-    assert options["chunk_rows"] == 2
+    assert options["microbatch_rows"] == 2
     assert set(options) <= set(inspect.signature(HostEngine.__init__).parameters)
     with HostEngine(run.model.path, device="cpu", **options) as engine:
         ids = torch.randint(0, 8, (4, 16))
@@ -218,7 +223,7 @@ FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "d
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in FEW], ids=lambda f: f.name)
 def test_other_families_are_planned_too(family: object, caplog: pytest.LogCaptureFixture) -> None:
     model = build(family, seed=0, tie=None).bfloat16()  # type: ignore[arg-type]
-    shape = shape_of_structure(take_apart(build_from_memory(model, compute_dtype=torch.bfloat16)), "family")
+    shape = shape_of_structure(dissect(build_from_memory(model, compute_dtype=torch.bfloat16)), "family")
     warned = [record.getMessage() for record in caplog.records if record.name.startswith("megatrain")]
     assert not warned, "the layer was not traced but estimated"
     assert all(cost.saved_bytes.at(64) > 2 * shape.hidden and cost.product_flops.at(64) > 0 for cost in shape.costs)

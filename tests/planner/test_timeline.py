@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Cut, Options, StepSize
-from megatrain.planner.shape import ModelShape
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.timeline import head_seconds, layer_seconds, simulate
 
 Shapes = Callable[..., ModelShape]
@@ -45,7 +45,7 @@ def test_the_head_as_measured(shape: Shapes, machine: Machines) -> None:
 def test_an_all_host_eager_step_as_measured(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
     played = simulate(
-        model, machine(), STEP, Options(compiled=False), choice(model, chunk_rows=16, head_chunk_tokens=2355)
+        model, machine(), STEP, Options(compiled=False), choice(model, microbatch_rows=16, head_chunk_tokens=2355)
     )
     assert played.step == pytest.approx(4.84, rel=0.15)
     assert played.phases["update_wait"] == pytest.approx(0.84, rel=0.15)
@@ -55,8 +55,8 @@ def test_an_all_host_eager_step_as_measured(shape: Shapes, machine: Machines) ->
 
 def test_phases_add_up_to_the_step(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
-    for windows, resident in ((1, 0), (1, 20), (4, 0), (4, 36)):
-        way = choice(model, windows=windows, chunk_rows=8, resident_layers=resident)
+    for accumulation_steps, resident in ((1, 0), (1, 20), (4, 0), (4, 36)):
+        way = choice(model, accumulation_steps=accumulation_steps, microbatch_rows=8, resident_layers=resident)
         played = simulate(model, machine(), STEP, Options(), way)
         assert sum(played.phases.values()) == pytest.approx(played.step, abs=1e-4)
         assert played.compute <= played.step
@@ -79,7 +79,7 @@ def test_a_slow_link_is_the_bottleneck_by_name(shape: Shapes, machine: Machines)
     slow = replace(
         machine(), h2d_gbps=4.0, d2h_gbps=4.0, both_gbps=4.0, adamw_gparams={16: 50.0}, adamw_streaming_gparams=None
     )
-    played = simulate(model, slow, StepSize(8, 1024), Options(), choice(model, chunk_rows=8))
+    played = simulate(model, slow, StepSize(8, 1024), Options(), choice(model, microbatch_rows=8))
     assert played.bottleneck.startswith("link: ")
     assert played.step > 2 * 14e9 / 4e9  # weights come twice: for the forward and for the backward
 

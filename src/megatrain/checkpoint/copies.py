@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.errors import PlanRefused
-from megatrain.host.arena import PAGE_BYTES, Arena
-from megatrain.host.available import available_host_bytes
+from megatrain.host_memory.arena import PAGE_BYTES, Arena
+from megatrain.host_memory.available import available_host_bytes
 
 logger = logging.getLogger(__name__)
 

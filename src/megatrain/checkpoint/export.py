@@ -24,10 +24,10 @@ from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
 from megatrain.errors import UserError, counted
-from megatrain.host import planes as plane_math
+from megatrain.host_memory import planes as plane_math
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
-from megatrain.models.structure import Structure, Unit, persistent_buffers, take_apart
+from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def export(
         raise UserError("holds weights only and is a plain model folder already", str(source), "copy it")
     # The checkpoint's own bf16 model is what the checkpoint's names and shapes are of.
     config = load_model_config(source, trust_remote_code)
-    structure = take_apart(build_meta_model(config, compute_dtype=torch.bfloat16, trust_remote_code=trust_remote_code))
+    structure = dissect(build_meta_model(config, compute_dtype=torch.bfloat16, trust_remote_code=trust_remote_code))
     with OpenCheckpoint(source, structure) as opened:
         target = _target_dtype(dtype, opened.source_dtype)
         refuse_if_no_room(out, structure.param_count * 4 + SLACK_BYTES)
@@ -150,7 +150,7 @@ def verify_export(
             raise UserError(f"does not load as it should: {kind} {sorted(map(str, info[kind]))[:3]}", where)
     loaded = loaded.eval()
     state = loaded.state_dict()
-    structure = take_apart(plain)
+    structure = dissect(plain)
     bound: dict[str, torch.Tensor] = {}
     for unit in structure.units:
         masters, buffers = opened.masters(unit)

@@ -44,8 +44,8 @@ from megatrain.checkpoint.format import (
     state_key,
 )
 from megatrain.errors import MegatrainError, UserError
-from megatrain.host import planes as plane_math
-from megatrain.host.store import HostStore, UnitPlanes
+from megatrain.host_memory import planes as plane_math
+from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import resolve_ties

@@ -45,7 +45,7 @@ _ALIASES = {
     "train_file": "data.train",
     "validation_file": "data.val",
     "batch_size": "batch.tokens_per_step",
-    "per_device_train_batch_size": "batch.chunk_rows",
+    "per_device_train_batch_size": "batch.microbatch_rows",
     "gradient_accumulation_steps": "batch.tokens_per_step",
     "num_train_epochs": "schedule.epochs",
     "num_epochs": "schedule.epochs",

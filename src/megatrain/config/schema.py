@@ -183,11 +183,13 @@ class BatchConfig(Section):
     """The size of an optimizer step, and how it is cut. The cut changes memory and speed, never the result."""
 
     tokens_per_step: PositiveInt = Field(description="tokens of one optimizer step, a multiple of data.max_tokens")
-    chunk_rows: PositiveInt | None = Field(default=None, description="rows computed together; null: the engine chooses")
+    microbatch_rows: PositiveInt | None = Field(
+        default=None, description="rows computed together; null: the engine chooses"
+    )
     head_chunk_tokens: PositiveInt | None = Field(
         default=None, description="tokens whose logits exist at the same time; null: the engine chooses"
     )
-    windows: PositiveInt = Field(
+    accumulation_steps: PositiveInt = Field(
         default=1, description="passes over the layers per step; more need less memory for layer inputs"
     )
 
@@ -596,7 +598,7 @@ class RunConfig(Section):
                 self.optim.max_grad_norm is not None,
                 "clipping needs it (optim.max_grad_norm: null switches clipping off)",
             ),
-            (self.batch.windows > 1, "batch.windows > 1 needs it"),
+            (self.batch.accumulation_steps > 1, "batch.accumulation_steps > 1 needs it"),
             (self.precision.compute_dtype == "fp16", "precision.compute_dtype: fp16 needs it"),
         ]
         if not self.memory.gradient_plane and any(needed for needed, _ in needs):

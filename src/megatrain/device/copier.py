@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatrain.device.streams import Event, Streams
-from megatrain.host.arena import Arena
+from megatrain.host_memory.arena import Arena
 
 
 class Copier(Protocol):

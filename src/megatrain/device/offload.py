@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.device.streams import Event, Streams
-from megatrain.host.arena import Arena, PinRefused, page_ceil
+from megatrain.host_memory.arena import Arena, PinRefused, page_ceil
 
 logger = logging.getLogger(__name__)
 

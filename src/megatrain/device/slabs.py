@@ -24,7 +24,7 @@ from concurrent.futures import Future
 import torch
 
 from megatrain.device.streams import Event, Streams
-from megatrain.host.arena import Arena
+from megatrain.host_memory.arena import Arena
 
 
 class BufferState(enum.Enum):

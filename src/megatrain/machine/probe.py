@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from megatrain.errors import UserError
-from megatrain.host.arena import Arena, PinRefused
-from megatrain.host.available import available_host_bytes
+from megatrain.host_memory.arena import Arena, PinRefused
+from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine import system
 from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
 from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of

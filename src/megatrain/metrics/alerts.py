@@ -78,7 +78,7 @@ def _of_the_pipeline(
         found["slab_wait"] = (
             f"gradient slabs are short: {share:.0%} of a step is spent waiting for one ({pipeline.slab_waits} times, "
             f"{pipeline.slabs_in_use} of {pipeline.slabs} in use): host threads do not empty them fast enough\n"
-            "  -> memory.gradient_slabs: a larger number, run.threads: more, or batch.windows: 1 where memory allows"
+            "  -> memory.gradient_slabs: a larger number, run.threads: more, or batch.accumulation_steps: 1 where memory allows"
         )
     total = pipeline.device_total_bytes
     if total is None:
@@ -89,7 +89,7 @@ def _of_the_pipeline(
             found["device_memory"] = (
                 f"the peak takes {share:.0%} of the device's memory, more than the plan was to fill "
                 f"(memory.device_fraction: {device_fraction:g})\n"
-                "  -> a lower memory.device_fraction, or smaller batch.chunk_rows, before a longer row runs out of memory"
+                "  -> a lower memory.device_fraction, or smaller batch.microbatch_rows, before a longer row runs out of memory"
             )
     if "optimizer_wait" in limits and (share := waited.get("optimizer", 0.0) / step_s) > limits["optimizer_wait"]:
         rate = pipeline.adamw_share
@@ -117,8 +117,8 @@ def _of_the_pipeline(
         if busy < limits["gpu_busy"]:
             found["gpu_busy"] = (
                 f"the GPU works for {busy:.0%} of a step; {_largest_part(record)}\n"
-                "  -> batch.tokens_per_step: a larger number; activations.compile: auto and larger batch.chunk_rows where it "
-                "waits for launches"
+                "  -> batch.tokens_per_step: a larger number; activations.compile: auto and larger batch.microbatch_rows where "
+                "it waits for launches"
             )
     return found
 

@@ -1,4 +1,4 @@
-"""The families whose parity with plain Hugging Face is part of the test suite (tests/executor/test_parity.py keeps it true)."""
+"""The families whose parity with plain Hugging Face is part of the test suite (tests/engine/test_parity.py keeps it true)."""
 
 from __future__ import annotations
 

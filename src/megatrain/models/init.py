@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatrain.host.store import HostStore
+from megatrain.host_memory.store import HostStore
 from megatrain.models.build import mark_unfilled, refuse_unfilled, restore_buffers
 from megatrain.models.structure import Structure, Unit, persistent_buffers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from megatrain.host.store import HostStore
+from megatrain.host_memory.store import HostStore
 from megatrain.models.structure import Structure
 
 

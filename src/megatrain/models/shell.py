@@ -23,9 +23,9 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
+from megatrain.models.chunked_mlp import Place, TokenChunks, mlp_matrices, modules_in_chunks
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
 from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
-from megatrain.models.tokenwise import Place, TokenChunks, mlp_matrices, modules_in_chunks
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """(layer index, positional arguments, keyword arguments) -> what HF's layer would return."""

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import UserError
-from megatrain.host.layout import FlatLayout
+from megatrain.host_memory.layout import FlatLayout
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Structure:
         return self.model.get_submodule(self.layers_name)  # type: ignore[return-value]
 
 
-def take_apart(model: nn.Module) -> Structure:
+def dissect(model: nn.Module) -> Structure:
     """Find the layer stack and divide the parameters into units.
 
     Args:

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from megatrain.errors import UserError, counted
-from megatrain.host import planes as plane_math
-from megatrain.host.store import HostStore, UnitPlanes
+from megatrain.host_memory import planes as plane_math
+from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.build import fp32_parameter_names, restore_buffers
 from megatrain.models.conversion import Conversion, to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit

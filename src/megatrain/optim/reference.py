@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain.host.planes import join, split_
+from megatrain.host_memory.planes import join, split_
 from megatrain.optim.adamw import Scalars, Segment, StepCoefficients
 
 # Bounds the temporaries to a few times 64 MiB, whatever the size of a unit.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.planner.shape import ModelShape
+from megatrain.planner.model_cost import ModelShape
 
 Policy = Literal["keep", "selective", "attention", "mlp", "recompute"]
 """`attention` and `mlp` keep that part of a layer and recompute the rest."""
@@ -47,7 +47,7 @@ class Options:
         gradient_plane: False lets AdamW eat gradients as they arrive; no clipping then, and nothing resident.
         compiled: Whether layers are compiled; eager ones hold and cost more, and cannot be selective.
         policy: Of all layers.
-        windows, chunk_rows, head_chunk_tokens: How the step is cut.
+        windows, microbatch_rows, head_chunk_tokens: How the step is cut.
         mlp_chunk_tokens: Tokens that an MLP computes together, where it computes each token by itself.
         segment: K keeps the input of every K-th layer only.
         weight_slots, gradient_slabs: Buffers.
@@ -61,8 +61,8 @@ class Options:
     gradient_plane: bool = True
     compiled: bool = True
     policy: Literal["auto"] | Policy = "auto"
-    windows: int | None = None
-    chunk_rows: int | None = None
+    accumulation_steps: int | None = None
+    microbatch_rows: int | None = None
     head_chunk_tokens: int | None = None
     mlp_chunk_tokens: int | None = None
     segment: int = 1
@@ -86,11 +86,11 @@ class Options:
         """Bytes of a weight on the link."""
         return 2 if self.compute == "bf16" else 4
 
-    def gradient_bytes(self, windows: int) -> int:
+    def gradient_bytes(self, accumulation_steps: int) -> int:
         """Of one element of the gradient plane; sums over windows are fp32."""
         if not self.gradient_plane:
             return 0
-        return 4 if windows > 1 else self.transport_bytes
+        return 4 if accumulation_steps > 1 else self.transport_bytes
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Choice:
         policies: Of each layer.
         offloaded: The inputs of the first so many layers wait on the host for their backward.
         windows: Accumulation windows.
-        chunk_rows: Rows that a layer computes together.
+        microbatch_rows: Rows that a layer computes together.
         head_chunk_tokens: Tokens whose logits exist at the same time.
         mlp_chunk_tokens: Tokens that an MLP and the norm behind the layers compute together; None: all of a chunk of rows.
     """
@@ -113,8 +113,8 @@ class Choice:
     resident_head: bool
     policies: tuple[Policy, ...]
     offloaded: int
-    windows: int
-    chunk_rows: int
+    accumulation_steps: int
+    microbatch_rows: int
     head_chunk_tokens: int
     mlp_chunk_tokens: int | None = None
 
@@ -147,15 +147,15 @@ class Cut:
 
     @classmethod
     def of(cls, step: StepSize, choice: Choice) -> Cut:
-        window_rows = -(-step.rows // choice.windows)
-        chunks = -(-window_rows // choice.chunk_rows)
-        chunk_rows = -(-window_rows // chunks)
+        window_rows = -(-step.rows // choice.accumulation_steps)
+        chunks = -(-window_rows // choice.microbatch_rows)
+        microbatch_rows = -(-window_rows // chunks)
         window_tokens = window_rows * step.tokens
         return cls(
             window_rows=window_rows,
             window_tokens=window_tokens,
             chunks=chunks,
-            chunk_tokens=chunk_rows * step.tokens,
+            chunk_tokens=microbatch_rows * step.tokens,
             head_chunks=-(-window_tokens // choice.head_chunk_tokens),
             head_tokens=min(choice.head_chunk_tokens, window_tokens),
         )

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatrain.planner.choice import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, Policy, StepSize
-from megatrain.planner.shape import ModelShape
+from megatrain.planner.model_cost import ModelShape
 
 GIB = 1 << 30
 PROCESS_BYTES = int(1.8 * GIB)
@@ -160,7 +160,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
     }
     if cut.chunks > 1 and options.transport_bytes < 4:
         lines["gradient sum over chunks (fp32)"] = 4 * max(shape.layers)
-    if choice.windows > 1:
+    if choice.accumulation_steps > 1:
         lines["gradients of resident units (fp32)"] = 4 * choice.resident_elements(shape)
     return lines
 
@@ -170,7 +170,9 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
     cut = Cut.of(step, choice)
     hidden = cut.window_tokens * shape.hidden * options.compute_bytes
     inputs, held = _held_by_layer(shape, step, options, choice)
-    gradient = options.transport_bytes if choice.windows == 1 else 0  # of resident units; fp32 sums are a fixed line
+    gradient = (
+        options.transport_bytes if choice.accumulation_steps == 1 else 0
+    )  # of resident units; fp32 sums are a fixed line
     # [final norm] its fp32 copy of the input, its result before and after the weight, and the gradient of the result
     norm = hidden * 3 + (cut.window_tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
     norm_backward = norm + 12 * cut.window_tokens * shape.hidden
@@ -252,7 +254,7 @@ def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choi
     else:
         lines = {"fp32 master (4 bytes a parameter)": 4 * elements}
     lines |= {"m: first moment (4)": 4 * elements, "v: second moment (4)": 4 * elements}
-    width = options.gradient_bytes(choice.windows)
+    width = options.gradient_bytes(choice.accumulation_steps)
     if width:
         lines[f"gradients of a step ({width})"] = width * elements
     streamed = shape.layers[choice.resident_layers :]
@@ -262,7 +264,7 @@ def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choi
         for size, on in ((shape.embedding, choice.resident_embedding), (shape.head, choice.resident_head))
         if not on
     ]
-    if not options.gradient_plane or choice.windows > 1 or options.staged:
+    if not options.gradient_plane or choice.accumulation_steps > 1 or options.staged:
         slabs = max(1, min(options.gradient_slabs, len(streamed)))
         lines[f"{slabs} gradient slabs, and of embedding and head"] = (
             slabs * widest + sum(edges)

@@ -13,9 +13,9 @@ from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Choice, Lines, Options, Policy, StepSize
 from megatrain.planner.memory import GIB, device_peak, disk_lines, host_lines
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.refusal import Asked, refusal
 from megatrain.planner.search import Search
-from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
 
 DEVICE_FRACTION = 0.92
@@ -97,8 +97,8 @@ class Plan:
             "placement": dict(self.placement),
             "policies": list(self.choice.policies),
             "offloaded_layers": self.choice.offloaded,
-            "windows": self.choice.windows,
-            "chunk_rows": self.choice.chunk_rows,
+            "accumulation_steps": self.choice.accumulation_steps,
+            "microbatch_rows": self.choice.microbatch_rows,
             "head_chunk_tokens": self.choice.head_chunk_tokens,
             "mlp_chunk_tokens": self.choice.mlp_chunk_tokens,
             "gradient_slabs": self.options.gradient_slabs,
@@ -207,8 +207,8 @@ def engine_options(plan: Plan) -> dict[str, Any]:
         "weight_slots": options.weight_slots,
         "gradient_slabs": options.gradient_slabs,
         "gradient_plane": options.gradient_plane,
-        "chunk_rows": choice.chunk_rows,
-        "windows": choice.windows,
+        "microbatch_rows": choice.microbatch_rows,
+        "accumulation_steps": choice.accumulation_steps,
         "head_chunk_tokens": choice.head_chunk_tokens,
         "segment": None if options.segment == 1 else options.segment,
         "threads": plan.threads,

@@ -16,8 +16,8 @@ from megatrain.errors import abbreviated, counted
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Caps, Choice, Options, StepSize
 from megatrain.planner.memory import PROCESS_BYTES, device_peak, gib, host_lines, size_lines
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.search import Search
-from megatrain.planner.shape import ModelShape
 
 LEAST_ROW_TOKENS = 256
 """Rows are not offered shorter than this."""
@@ -101,7 +101,7 @@ def refusal(asked: Asked) -> str:
         text.append(f"  ({abbreviated(resident)} parameters are on the device already)")
     too_much: set[Place] = {"host"} if sum(host.values()) > caps.host_bytes else set()
     # Offloaded inputs are on the host because the device is too small for them, and several windows have fp32 gradients there.
-    several = choice.windows > 1 and options.windows is None
+    several = choice.accumulation_steps > 1 and options.accumulation_steps is None
     if device.nbytes > caps.device_bytes or choice.offloaded > 0 or several:
         too_much.add("device")
     text.append("  ways down:")
@@ -162,15 +162,15 @@ def _ways(asked: Asked, choice: Choice, too_much: set[Place]) -> list[Way]:
     """What can be set in the run's file. Those with many changes come last, where `_fit` looks for one in few tries."""
     step, options, ways = asked.step, asked.options, list[Way]()
     if options.gradient_plane and options.compute != "fp16" and "host" in too_much:
-        width = options.gradient_bytes(choice.windows)
+        width = options.gradient_bytes(choice.accumulation_steps)
         less = gib(width * (asked.shape.parameters - choice.resident_elements(asked.shape)))
         words = "without clipping (optim.max_grad_norm: null, memory.gradient_plane: false)"
-        change = Change(words, {"gradient_plane": False, "windows": 1}, {})
+        change = Change(words, {"gradient_plane": False, "accumulation_steps": 1}, {})
         ways.append(Way(words, [change], f": {width} bytes a parameter less, {less}"))
-    if options.windows is not None and options.windows > 1 and "host" in too_much:
-        words = "batch.windows: 1"
+    if options.accumulation_steps is not None and options.accumulation_steps > 1 and "host" in too_much:
+        words = "batch.accumulation_steps: 1"
         comment = f": gradients in {options.transport_bytes} bytes instead of 4"
-        ways.append(Way(words, [Change(words, {"windows": 1}, {})], comment))
+        ways.append(Way(words, [Change(words, {"accumulation_steps": 1}, {})], comment))
     if "device" in too_much:
         if options.policy in ("keep", "selective"):
             words = "activations.policy: auto"
@@ -197,7 +197,7 @@ def _smaller_steps(step: StepSize) -> list[Way]:
 def _of_the_host(asked: Asked, choice: Choice) -> list[str]:
     """What it would take of the host, or of the model."""
     lines = host_lines(asked.shape, asked.step, asked.options, choice)
-    width = 12 + asked.options.gradient_bytes(choice.windows)
+    width = 12 + asked.options.gradient_bytes(choice.accumulation_steps)
     other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
     most = choice.resident_elements(asked.shape) + max(0, asked.caps.host_bytes - other) / width
     return [

@@ -21,7 +21,8 @@ def plan_text(plan: Plan) -> str:
     out = [
         f"plan for {plan.model}, {abbreviated(plan.parameters)} parameters, on {plan.machine}",
         f"  a step: {counted(plan.step.rows, 'row')} x {counted(plan.step.tokens, 'token')} in "
-        f"{counted(choice.windows, 'window')}; layers compute {counted(choice.chunk_rows, 'row')} together, the head "
+        f"{counted(choice.accumulation_steps, 'accumulation step')}; "
+        f"layers compute {counted(choice.microbatch_rows, 'row')} together, the head "
         f"{counted(choice.head_chunk_tokens, 'token')}",
         *(f"  warning: {warning}" for warning in plan.warnings),
         f"  placement: {_placement(plan)}",

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
-from megatrain.host.available import available_host_bytes
+from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.choice import Caps, Options, StepSize
 from megatrain.planner.memory import GIB
+from megatrain.planner.model_cost import shape_of
 from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
-from megatrain.planner.shape import shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -103,8 +103,8 @@ def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[s
         "gradient_slabs": run.memory.gradient_slabs,
         "gradient_plane": run.memory.gradient_plane,
         "segment": activations.segment,
-        "chunk_rows": run.batch.chunk_rows,
-        "windows": run.batch.windows,
+        "microbatch_rows": run.batch.microbatch_rows,
+        "accumulation_steps": run.batch.accumulation_steps,
         "head_chunk_tokens": run.batch.head_chunk_tokens,
         "threads": run.run.threads,
     }
@@ -122,8 +122,8 @@ def options_of(run: RunConfig) -> Options:
         gradient_plane=run.memory.gradient_plane,
         compiled=run.activations.compile == "auto",
         policy=run.activations.layer_policy,
-        windows=run.batch.windows if run.batch.windows > 1 else None,
-        chunk_rows=run.batch.chunk_rows,
+        accumulation_steps=run.batch.accumulation_steps if run.batch.accumulation_steps > 1 else None,
+        microbatch_rows=run.batch.microbatch_rows,
         head_chunk_tokens=run.batch.head_chunk_tokens,
         mlp_chunk_tokens=run.activations.mlp_chunk_tokens,
         segment=run.activations.segment or 1,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Caps, Choice, Options, Policy, StepSize
 from megatrain.planner.memory import device_peak, host_lines
-from megatrain.planner.shape import ModelShape
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.timeline import Timeline, simulate
 
 CHUNK_TOKENS = (32768, 16384, 8192, 4096)
@@ -60,18 +60,27 @@ class Search:
         stride = max(1, depth // COARSE_STEPS)
         coarse = sorted({*range(0, depth + 1, stride), depth})
         found: list[Candidate] = []
-        for windows in self._windows():
-            found += [c for layers in coarse for c in self._with_residents(layers, windows)]
-            if not found and windows == 1:  # what fits may lie between two coarse points
+        for accumulation_steps in self._windows():
+            found += [c for layers in coarse for c in self._with_residents(layers, accumulation_steps)]
+            if not found and accumulation_steps == 1:  # what fits may lie between two coarse points
                 between = (layers for layers in range(depth + 1) if layers not in coarse)
-                found += itertools.islice((c for layers in between for c in self._with_residents(layers, windows)), 50)
+                found += itertools.islice(
+                    (c for layers in between for c in self._with_residents(layers, accumulation_steps)), 50
+                )
             if found and self._little_to_gain(min(found, key=_seconds)):
                 break
         if not found:
             return None
         found.sort(key=_seconds)
-        near = {(n, c.choice.windows) for c in found[:3] for n in self._around(c.choice.resident_layers, stride)}
-        found += [c for layers, windows in near if layers not in coarse for c in self._with_residents(layers, windows)]
+        near = {
+            (n, c.choice.accumulation_steps) for c in found[:3] for n in self._around(c.choice.resident_layers, stride)
+        }
+        found += [
+            c
+            for layers, accumulation_steps in near
+            if layers not in coarse
+            for c in self._with_residents(layers, accumulation_steps)
+        ]
         choice = self._preferred(found).choice
         return Candidate(choice, self._timeline(choice))
 
@@ -88,7 +97,7 @@ class Search:
         def missing(choice: Choice) -> tuple[int, int, int]:
             host = sum(host_lines(self.shape, self.step, self.options, choice).values()) - self.caps.host_bytes
             device = device_peak(self.shape, self.step, self.options, choice).nbytes - self.caps.device_bytes
-            return max(0, device), max(0, host), choice.windows
+            return max(0, device), max(0, host), choice.accumulation_steps
 
         return min((self._offloaded(base) or base for base in self._all_bases()), key=missing)
 
@@ -96,7 +105,12 @@ class Search:
         """Of every number of resident layers, up to some forty of them."""
         depth = self.shape.depth
         counts = sorted({*range(0, depth + 1, 1 + depth // 40), depth})
-        return (base for windows in self._windows() for layers in counts for base in self._bases(layers, windows))
+        return (
+            base
+            for accumulation_steps in self._windows()
+            for layers in counts
+            for base in self._bases(layers, accumulation_steps)
+        )
 
     def _around(self, layers: int, stride: int) -> range:
         return range(max(0, layers - stride + 1), min(self.shape.depth, layers + stride - 1) + 1)
@@ -114,7 +128,7 @@ class Search:
         return max(
             as_good,
             key=lambda c: (
-                -c.choice.windows,
+                -c.choice.accumulation_steps,
                 -c.choice.offloaded,
                 c.choice.resident_elements(self.shape),
                 -_seconds(c),
@@ -130,8 +144,8 @@ class Search:
     def _may_reside(self) -> bool:
         return self.options.gradient_plane and self.options.compute != "fp16"
 
-    def _with_residents(self, layers: int, windows: int) -> Iterator[Candidate]:
-        for base in self._bases(layers, windows):
+    def _with_residents(self, layers: int, accumulation_steps: int) -> Iterator[Candidate]:
+        for base in self._bases(layers, accumulation_steps):
             filled = self._filled(base)
             if filled is None:
                 continue
@@ -141,7 +155,7 @@ class Search:
                 if lighter is not None:
                     yield Candidate(lighter, self._timeline(lighter, HOST_SHARE))
 
-    def _bases(self, layers: int, windows: int) -> Iterator[Choice]:
+    def _bases(self, layers: int, accumulation_steps: int) -> Iterator[Choice]:
         """Every way to cut the step and to place the edges, with nothing kept beside what the user asked to keep."""
         options, shape = self.options, self.shape
         if layers and not self._may_reside:
@@ -149,24 +163,26 @@ class Search:
         policy: Policy = "recompute" if options.policy == "auto" else options.policy
         embedding_choices = (False, True) if self._may_reside and shape.embedding else (False,)
         head_choices = (False, True) if self._may_reside and shape.head else (False,)
-        cuts = itertools.product(embedding_choices, head_choices, self._chunk_rows(windows), self._head_tokens(windows))
-        for embedding, head, chunk_rows, head_tokens in cuts:
+        cuts = itertools.product(
+            embedding_choices, head_choices, self._chunk_rows(accumulation_steps), self._head_tokens(accumulation_steps)
+        )
+        for embedding, head, microbatch_rows, head_tokens in cuts:
             yield Choice(
                 layers,
                 embedding,
                 head,
                 (policy,) * shape.depth,
                 0,
-                windows,
-                chunk_rows,
+                accumulation_steps,
+                microbatch_rows,
                 head_tokens,
-                self._mlp_chunk(windows, chunk_rows),
+                self._mlp_chunk(accumulation_steps, microbatch_rows),
             )
 
-    def _mlp_chunk(self, windows: int, chunk_rows: int) -> int | None:
+    def _mlp_chunk(self, accumulation_steps: int, microbatch_rows: int) -> int | None:
         """Tokens of an MLP's chunk: only where a layer computes so many that chunks cost next to nothing."""
-        rows = -(-self.step.rows // windows)
-        tokens = -(-rows // -(-rows // chunk_rows)) * self.step.tokens
+        rows = -(-self.step.rows // accumulation_steps)
+        tokens = -(-rows // -(-rows // microbatch_rows)) * self.step.tokens
         if self.options.policy in ("keep", "selective", "mlp") or not any(
             c.token_wise_parameters for c in self.shape.costs
         ):
@@ -176,19 +192,19 @@ class Search:
         return MLP_CHUNK_TOKENS if tokens >= LONG_TOKENS else None
 
     def _windows(self) -> list[int]:
-        if self.options.windows is not None or not self.options.gradient_plane:
-            return [min(self.options.windows or 1, self.step.rows)]
+        if self.options.accumulation_steps is not None or not self.options.gradient_plane:
+            return [min(self.options.accumulation_steps or 1, self.step.rows)]
         return [w for w in (1, 2, 4, 8, MOST_WINDOWS) if w <= self.step.rows]
 
-    def _chunk_rows(self, windows: int) -> list[int]:
-        rows = -(-self.step.rows // windows)
-        if self.options.chunk_rows is not None:
-            return [min(self.options.chunk_rows, rows)]
+    def _chunk_rows(self, accumulation_steps: int) -> list[int]:
+        rows = -(-self.step.rows // accumulation_steps)
+        if self.options.microbatch_rows is not None:
+            return [min(self.options.microbatch_rows, rows)]
         return sorted({min(rows, max(1, tokens // self.step.tokens)) for tokens in CHUNK_TOKENS}, reverse=True)
 
-    def _head_tokens(self, windows: int) -> list[int]:
+    def _head_tokens(self, accumulation_steps: int) -> list[int]:
         """A chunk's logits weigh no more than one more copy of the head's gradient while it has at most D tokens."""
-        tokens = -(-self.step.rows // windows) * self.step.tokens
+        tokens = -(-self.step.rows // accumulation_steps) * self.step.tokens
         if self.options.head_chunk_tokens is not None:
             return [self.options.head_chunk_tokens]
         width = 1 << (self.shape.hidden.bit_length() - 1)

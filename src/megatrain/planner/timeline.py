@@ -21,9 +21,9 @@ from typing import Protocol
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Cut, Options, Policy, StepSize
+from megatrain.planner.layer_trace import LayerCost
 from megatrain.planner.memory import KEPT_SHARE
-from megatrain.planner.shape import ModelShape
-from megatrain.planner.trace import LayerCost
+from megatrain.planner.model_cost import ModelShape
 
 FORWARD_FRACTION = 0.975
 BACKWARD_FRACTION = 0.90
@@ -282,7 +282,7 @@ class _Pipeline:
                 staging[number % 2] = arrived = self.copy_out(
                     shape.layers[layer] * options.transport_bytes, self.now, self.both
                 )
-                if choice.windows > 1 or not options.gradient_plane:
+                if choice.accumulation_steps > 1 or not options.gradient_plane:
                     speed = ADD_SPEEDUP if options.gradient_plane else 1.0
                     adds = max(adds, arrived) + shape.layers[layer] / (speed * self.machine.adamw_rate(options.threads))
         self.adds_end = max(self.adds_end, adds)
@@ -310,7 +310,7 @@ def simulate(
     phases = {"update_wait": max(0.0, line.now - without_updates.now) + resident_s, "other": STEP_S + head_only}
     phases["forward"] = line.now - phases["update_wait"] - phases["other"]
 
-    for window in range(choice.windows):
+    for window in range(choice.accumulation_steps):
         if window:
             mark = line.now
             line.forward({})
@@ -335,7 +335,7 @@ def simulate(
     if "embedding" in host:
         line.d2h_s += shape.embedding * options.transport_bytes / line.one_way
     end = line.now
-    if choice.windows > 1 or not options.gradient_plane:
+    if choice.accumulation_steps > 1 or not options.gradient_plane:
         end = max(end, line.adds_end)
         if options.gradient_plane:
             end += sum(host.values()) / (NORM_SPEEDUP * rate)

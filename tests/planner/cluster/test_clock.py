@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.mesh.actions import Action
-from megatrain.mesh.layout import SCHEDULES, Layout
-from megatrain.mesh.schedule import CLASSES
+from megatrain.engine.mesh.actions import Action
+from megatrain.engine.mesh.layout import SCHEDULES, Layout
+from megatrain.engine.mesh.pipeline import CLASSES
 from megatrain.planner.cluster.clock import StageSeconds, action_table, most_in_flight, play
 
 ONE_THIRD = StageSeconds(1.0, 2.0, weight=1.0)

@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import LlamaConfig
 
-from megatrain.cli import main
+from megatrain.commands.main import main
 from megatrain.config.schema import ParallelConfig, RunConfig
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout
 from megatrain.planner.cluster import judge as judging
 from megatrain.planner.cluster.job import Job, Practice, Way
 from megatrain.planner.cluster.judge import estimate, judge

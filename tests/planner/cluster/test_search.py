@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedConfig
 
+from megatrain.engine.mesh.layout import Layout
 from megatrain.errors import PlanRefused
-from megatrain.mesh.layout import Layout
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import allowed_bytes, judge
 from megatrain.planner.cluster.plan import look_at, plan_cluster

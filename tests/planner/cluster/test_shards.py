@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from megatrain.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout
 from megatrain.planner.cluster.job import Job
 from megatrain.planner.cluster.shards import count_on_fake_group, fake_group
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatrain.engine.mesh.layout import Layout
 from megatrain.machine.cluster import Cluster
-from megatrain.mesh.layout import Layout
 from megatrain.planner.cluster.traffic import group, send_seconds
 
 

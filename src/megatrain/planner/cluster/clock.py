@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatrain.mesh.actions import Action, bubble, end_times, one_forward_one_backward, table_of
-from megatrain.mesh.schedule import CLASSES
+from megatrain.engine.mesh.actions import Action, bubble, end_times, one_forward_one_backward, table_of
+from megatrain.engine.mesh.pipeline import CLASSES
 
 Table = tuple[tuple[Action, ...], ...]
 """Per pipeline rank, its actions in order."""

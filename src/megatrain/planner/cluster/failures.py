@@ -7,7 +7,7 @@ Daly's higher order (2006) is used: sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M)
 so t is at least W.
 
 [Note: seconds of a save]
-One process of each host writes, whole units each (mesh/writers.py). A host gathers its next unit while it writes one, so the
+One process of each host writes, whole units each (writers.py). A host gathers its next unit while it writes one, so the
 slower of the two counts, and the gathering of its first unit; then it reads back. All wait for the host with most. The file
 system may have a limit for all of them together. At a restart all hosts together read the checkpoint twice (`MeshEngine.load`).
 """
@@ -18,8 +18,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatrain.engine.mesh.writers import shares
 from megatrain.machine.cluster import Cluster
-from megatrain.mesh.writers import shares
 
 CHECKPOINT_BYTES = 12
 """Of a parameter: hi, lo, m, v."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.tensor_parallel import splits_experts
 from megatrain.machine.cluster import Cluster
-from megatrain.mesh.layout import Layout
-from megatrain.mesh.tensor import splits_experts
 from megatrain.planner.choice import Options, StepSize
 from megatrain.planner.cluster.shards import Inventory
 

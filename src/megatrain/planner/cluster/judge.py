@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout
 from megatrain.planner.cluster.clock import Played, StageSeconds, Table, action_table, play
 from megatrain.planner.cluster.failures import Goodput, goodput
 from megatrain.planner.cluster.job import Job, Way
@@ -226,7 +226,8 @@ def _play(layout: Layout, stages: list[StageSeconds], transfer_s: float) -> Play
 
 
 def flows(job: Job, way: Way) -> dict[Dimension, Flow]:
-    """Bytes that the busiest GPU sends in a step, by dimension; see mesh/tensor.py, mesh/context.py for what is sent when."""
+    """Bytes that the busiest GPU sends in a step, by dimension; see
+    engine/mesh/tensor_parallel.py and context_parallel.py."""
     layout, inventory = way.layout, job.inventory
     parts, pieces = inventory.parts(layout), layout.pieces
     hidden = hidden_bytes_sent(job, way) * layout.tensor

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.mesh import memory as mesh
-from megatrain.mesh.actions import Action
-from megatrain.mesh.layout import Layout
-from megatrain.mesh.stage import HEAD_CHUNK_TOKENS, Part
+from megatrain.engine.mesh import memory as mesh
+from megatrain.engine.mesh.actions import Action
+from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, Part
 from megatrain.planner.cluster.clock import action_table, most_in_flight
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR, GIB
@@ -42,7 +42,7 @@ class RankMemory:
 
 
 def heaviest_rank(job: Job, way: Way) -> RankMemory:
-    """The pipeline rank that needs most. See [Note: what a rank holds] in mesh/memory.py, and [Note: activations]."""
+    """The pipeline rank that needs most. See [Note: what a rank holds] in engine/mesh/memory.py, and [Note: activations]."""
     layout, parts = way.layout, job.inventory.parts(way.layout)
     table = action_table(layout.schedule, layout.pipeline, layout.virtual, _enough(layout))
     saved = [saved_by_layer(job, way, group) for group in range(len(job.inventory.groups))]

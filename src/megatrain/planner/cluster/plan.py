@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain.engine.mesh.layout import Layout, whole_attention
 from megatrain.errors import PlanRefused, abbreviated, counted
-from megatrain.mesh.layout import Layout, whole_attention
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
 from megatrain.planner.cluster.memory import heaviest_rank

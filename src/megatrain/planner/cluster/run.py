@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.config.schema import ParallelConfig, RunConfig
+from megatrain.engine.mesh.layout import Layout
 from megatrain.errors import UserError
 from megatrain.machine.cluster import Cluster, load_cluster
-from megatrain.mesh.layout import Layout
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
-from megatrain.models.structure import take_apart
+from megatrain.models.structure import dissect
 from megatrain.planner.choice import StepSize
 from megatrain.planner.cluster.job import ENGINE, Job, Practice, Way
 from megatrain.planner.cluster.plan import ClusterPlan, plan_cluster
 from megatrain.planner.cluster.shards import Inventory
+from megatrain.planner.model_cost import shape_of
 from megatrain.planner.run import warnings_of
-from megatrain.planner.shape import shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,7 +76,7 @@ def job_of(
     """A job of a model's config; builds it on meta."""
     meta = build_meta_model(config, compute_dtype=torch.float32, trust_remote_code=trust_remote_code)
     shape = shape_of(config, name=name, trust_remote_code=trust_remote_code)
-    return Job(Inventory.of(take_apart(meta), shape), cluster, world, step, practice, compute_bytes)
+    return Job(Inventory.of(dissect(meta), shape), cluster, world, step, practice, compute_bytes)
 
 
 def _own_way(run: RunConfig, world: int) -> Way | None:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatrain.engine.mesh.layout import SCHEDULES, Layout, dropout_keys, whole_attention
+from megatrain.engine.mesh.stage_check import verify_family_cut
 from megatrain.errors import UserError
-from megatrain.mesh.gate import verify_family_cut
-from megatrain.mesh.layout import SCHEDULES, Layout, dropout_keys, whole_attention
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, estimate, judge
 from megatrain.planner.cluster.memory import RankMemory, heaviest_rank, state_bytes

@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.mesh.stage import Part
+from megatrain.engine.mesh.stage import Part
 from megatrain.planner.cluster.clock import StageSeconds
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.traffic import Group, group
+from megatrain.planner.layer_trace import LayerCost, Line
 from megatrain.planner.timeline import (
     EAGER_TIME,
     FP32_TIME,
@@ -31,7 +32,6 @@ from megatrain.planner.timeline import (
     SHORT_CHUNK_TOKENS,
     layer_work,
 )
-from megatrain.planner.trace import LayerCost, Line
 
 ADAMW_BYTES = 28
 """Read master, moments and gradient, write master and moments: 4 bytes each."""
@@ -144,7 +144,7 @@ def _layer(job: Job, way: Way, cost: LayerCost, groups: _Groups) -> tuple[Pass, 
         cost = replace(cost, attention_flops=_times(cost.attention_flops, job.practice.context_attention))
     work = layer_work(cost, row, tokens, tokens, job.cluster, job.options(layout))
     share = 1.0 / layout.tensor
-    # entry and exit of attention and of the MLP; see mesh/tensor.py
+    # entry and exit of attention and of the MLP; see engine/mesh/tensor_parallel.py
     tensor = 4 * groups.tensor.gather(_hidden_bytes(job, way)) * (1.0 - job.practice.tensor_overlap)
     keys_values = 2 * job.inventory.kv_width * tokens * layout.context * job.compute_bytes / layout.tensor
     context = groups.context.gather(keys_values)

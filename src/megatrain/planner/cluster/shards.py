@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatrain.engine.mesh.data_parallel import box_of, local, local_parameters, shard
+from megatrain.engine.mesh.devices import Devices, mesh_of
+from megatrain.engine.mesh.engine import plan_parts
+from megatrain.engine.mesh.layout import Coordinate, Layout
+from megatrain.engine.mesh.stage import Part, Stage, cut
+from megatrain.engine.mesh.tensor_parallel import parallelize
 from megatrain.errors import UserError
-from megatrain.mesh.data_parallel import box_of, local, local_parameters, shard
-from megatrain.mesh.devices import Devices, mesh_of
-from megatrain.mesh.engine import plan_parts
-from megatrain.mesh.layout import Coordinate, Layout
-from megatrain.mesh.stage import Part, Stage, cut
-from megatrain.mesh.tensor import parallelize
 from megatrain.models.structure import Structure, Unit
-from megatrain.planner.shape import ModelShape
+from megatrain.planner.model_cost import ModelShape
 
 T = TypeVar("T")
 

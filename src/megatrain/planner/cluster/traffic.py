@@ -1,7 +1,7 @@
 """Where each dimension of a mesh lies in a cluster, and what its collectives take.
 
 [Note: where a dimension lies]
-Ranks count tensor fastest, then context, shard, replicate, pipeline (mesh/layout.py), and fill nodes one after the
+Ranks count tensor fastest, then context, shard, replicate, pipeline (engine/mesh/layout.py), and fill nodes one after the
 other. A group's members are `stride` ranks apart, so `gpus_per_node / stride` of them share a node. A group inside
 one node uses the node's link. One that spans nodes is a ring that leaves each node through the network ports of its
 members there: k members have k ports, and the slower of the node's link and those ports decides.
@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatrain.engine.mesh.layout import Layout
 from megatrain.machine.cluster import Cluster
-from megatrain.mesh.layout import Layout
 
 Dimension = Literal["tensor", "context", "fsdp", "replicate", "pipeline"]
 DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "fsdp", "replicate", "pipeline")

@@ -1,0 +1,253 @@
+"""`megatrain data`: what the data of a run looks like once it is tokens, before anything is trained.
+
+Lengths are counted first, so that they are shown even where the rows cannot be made (`overflow: error`). The preview shows
+tokens as the model will see them, special ones included: trained ones green on a terminal, between marks elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.text import Text
+
+from megatrain.config.schema import RunConfig
+from megatrain.data import packing
+from megatrain.data.load import Part, open_data, pack_data
+from megatrain.data.loader import StepLoader
+from megatrain.errors import Problems, UserError, counted
+from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.run.preflight import preflight_data, preflight_model
+
+if TYPE_CHECKING:
+    from megatrain.data.rows import PackedRows, RowGroup
+    from megatrain.data.store import TokenStore
+
+TRAINED, MASKED = "bold green", "dim"
+_BAR = 40
+_HEAD_SHARE = 0.75  # of the tokens shown of a long sample; the rest is its end
+_BROKEN = "\ufffd"  # what tokenizers write for bytes that are no whole character
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Samples of `begin..end` tokens, both included."""
+
+    begin: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens of one kind, as text; `left_out` tokens between two pieces have none."""
+
+    text: str
+    trained: bool
+    left_out: int = 0
+
+
+def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) -> None:
+    """Print what a run would train on: sources, rejects, lengths, rows, and a few samples of each source.
+
+    Args:
+        run: The config; see `load_config`. Only the model's config and tokenizer are read, no weights.
+        samples: Samples shown of each source.
+        most_tokens: Tokens shown of each; a longer one loses its middle.
+
+    Raises:
+        UserError: What `check` would say of the data.
+    """
+    quiet_libraries()
+    with RunLogger() as log:
+        problems = Problems()
+        files = preflight_model(run, problems)
+        preflight_data(run, problems, files)
+        problems.raise_all()
+        assert files is not None, "the model could not be opened without a problem"
+        tokenizer = files.tokenizer
+        opened = open_data(
+            run.data, tokenizer, vocab_size=files.vocab_size, model_max_length=files.positions, log=log.info
+        )
+        if not any(part.store.meta["rejects"]["counts"] for part in (*opened.train, *opened.val)):
+            log.info("no sample was rejected")
+        for part in opened.train:
+            _show_lengths(part, run.data.max_tokens, log)
+        preview = _Preview(tokenizer, log, most_tokens, run.run.seed)
+        log.info("\nrows")
+        try:
+            train, val = pack_data(run.data, opened, run.run.seed, log.info)
+        except UserError:
+            # The rows cannot be made, but what would be in them is what a person has to see now.
+            log.info("  none: see the error below; these are whole samples")
+            for number, part in enumerate(opened.train):
+                preview.of_part(part, samples, number)
+            raise
+        _show_rows(run, train, log)
+        for number, group in enumerate(train.groups):
+            preview.of_rows(group, samples, number)
+        if val is not None and run.data.val is not None and run.data.val.sources is not None:
+            log.info("\nheld-out samples")
+            for number, group in enumerate(val.groups):
+                preview.of_rows(group, 1, number)
+
+
+def histogram(lengths: np.ndarray, max_tokens: int) -> list[Bin]:
+    """Counts by length in bins that double; the row length ends a bin, so that too long samples are told apart."""
+    longest = int(lengths.max(initial=1))
+    # 24 doublings below the longest would only be empty lines
+    first = int(lengths.min(initial=longest))
+    edges = {2**power for power in range(longest.bit_length() + 1) if first < 2**power <= longest}
+    begins = sorted({first, *edges} | ({max_tokens + 1} if first < max_tokens + 1 <= longest else set()))
+    ends = [*(begin - 1 for begin in begins[1:]), longest]
+    counts = [int(((lengths >= b) & (lengths <= e)).sum()) for b, e in zip(begins, ends, strict=True)]
+    return [Bin(*values) for values in zip(begins, ends, counts, strict=True)]
+
+
+def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens: int) -> list[Piece]:
+    """A sample's tokens as text, cut where training begins or ends.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids, trained: (N,) ids, and which of them are targets (bool).
+        most_tokens: The middle of a longer sample is left out.
+    """
+    if len(ids) <= most_tokens:
+        return list(_pieces(tokenizer, ids, trained))
+    head = max(1, int(most_tokens * _HEAD_SHARE))
+    tail = len(ids) - max(1, most_tokens - head)
+    head = _before_character(tokenizer, ids, head) or head
+    tail = _nearest(lambda begin: begin < len(ids) and not _text(tokenizer, ids[begin:]).startswith(_BROKEN), tail, 1)
+    return [
+        *_pieces(tokenizer, ids[:head], trained[:head]),
+        Piece("", False, left_out=tail - head),
+        *_pieces(tokenizer, ids[tail:], trained[tail:]),
+    ]
+
+
+def _before_character(tokenizer: Any, ids: np.ndarray, end: int) -> int:
+    """The end of the whole characters of `ids[:end]`, in tokens; 0 where there are none."""
+    return _nearest(lambda end: end <= 0 or not _text(tokenizer, ids[:end]).endswith(_BROKEN), end, -1)
+
+
+def _nearest(is_whole: Callable[[int], bool], cut: int, direction: int) -> int:
+    """The first place from `cut` on that is not inside a character, of at most four bytes; `cut` itself where none is."""
+    return next((place for place in range(cut, cut + 4 * direction, direction) if is_whole(place)), cut)
+
+
+def _text(tokenizer: Any, ids: np.ndarray) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
+    borders = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+    # A character of several tokens, as of a text that begins with one: it stands where its last token does.
+    ends = [*(_before_character(tokenizer, ids, border) for border in borders[1:-1]), len(ids)]
+    before = ""
+    for begin, end, kind in zip([0, *ends], ends, borders, strict=False):
+        if begin >= end:
+            continue
+        # Some tokenizers drop the blank in front of what they decode: a run's text is what it adds to the text before it.
+        upto = _text(tokenizer, ids[:end])
+        own = _text(tokenizer, ids[begin:end])
+        yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[kind]))
+        before = upto
+
+
+def marked(pieces: Sequence[Piece], *, colours: bool, marks: tuple[str, str]) -> Text:
+    """Pieces for a console: styled, or with marks around what is trained."""
+    text = Text()
+    for piece in pieces:
+        if piece.left_out:
+            text.append(f"\n... {counted(piece.left_out, 'token')} left out ...\n", style="italic")
+        elif colours:
+            text.append(piece.text, style=TRAINED if piece.trained else MASKED)
+        else:
+            text.append(f"{marks[0]}{piece.text}{marks[1]}" if piece.trained else piece.text)
+    return text
+
+
+def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
+    lengths = part.lengths
+    if not len(lengths):
+        return
+    stream = part.store.kind == "stream"
+    log.info(f"\n{part.source.path}: tokens of its {len(lengths):,} {'documents' if stream else 'samples'}")
+    bins = histogram(lengths, max_tokens)
+    most = max(one.count for one in bins)
+    bar = log.printable("█", "#")
+    for one in bins:
+        width = -(-one.count * _BAR // most)
+        too_long = "  longer than data.max_tokens" if one.begin > max_tokens and one.count and not stream else ""
+        log.info(f"  {one.begin:>9,} .. {one.end:>9,}  {bar * width:<{_BAR}} {one.count:>9,}{too_long}")
+    half, nine, all_but_one = (int(value) for value in np.percentile(lengths, [50, 90, 99], method="higher"))
+    longest = int(np.argmax(lengths))
+    log.info(
+        f"  half have up to {half:,}, 90% up to {nine:,}, 99% up to {all_but_one:,}; the longest {int(lengths[longest]):,} "
+        f"({part.store.place(int(part.chosen[longest]))})"
+    )
+    if not stream and (long := int((lengths > max_tokens).sum())):
+        log.info(
+            f"  {long:,} of {len(lengths):,} ({long / len(lengths):.1%}) are longer than data.max_tokens ({max_tokens:,})"
+        )
+
+
+def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
+    if len(rows.groups) > 1:
+        for group in rows.groups:
+            stats = group.stats
+            filled = f", {stats.efficiency:.1%} filled" if group.padded else ""
+            log.info(
+                f"  {group.name}: {counted(stats.rows, 'row')}{filled}, {stats.targets:,} trained; weight {group.weight:g}"
+            )
+    loader = StepLoader(rows, run.rows_per_step, run.run.seed)
+    log.info(
+        f"an epoch: {counted(loader.rows_per_epoch, 'row')} in {counted(loader.steps_per_epoch, 'step')} of "
+        f"{counted(run.rows_per_step, 'row')}; the run: {counted(run.schedule.total_steps(loader.steps_per_epoch), 'step')}"
+    )
+
+
+class _Preview:
+    """Shows samples as the model will see them, chosen at random but always the same.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        log: Where they are shown.
+        most_tokens: Tokens shown of each; a longer one loses its middle.
+        seed: Decides which samples are shown.
+    """
+
+    def __init__(self, tokenizer: Any, log: RunLogger, most_tokens: int, seed: int):
+        self._tokenizer, self._log, self._most_tokens, self._seed = tokenizer, log, most_tokens, seed
+        self._marks = (log.printable("⟦", "[["), log.printable("⟧", "]]"))
+
+    def of_rows(self, group: RowGroup, samples: int, number: int) -> None:
+        """Pieces of samples as they lie in the rows of a source, the `number`-th."""
+        segments = group.segments
+        for one in packing.permutation(len(segments.lengths), self._seed, 2, number)[:samples].tolist():
+            self._show(group.store, int(segments.samples[one]), int(segments.offsets[one]), int(segments.lengths[one]))
+
+    def of_part(self, part: Part, samples: int, number: int) -> None:
+        """Whole samples of a source, the `number`-th."""
+        for one in packing.permutation(len(part.chosen), self._seed, 2, number)[:samples].tolist():
+            self._show(part.store, int(part.chosen[one]), 0, int(part.lengths[one]))
+
+    def _show(self, store: TokenStore, sample: int, offset: int, length: int) -> None:
+        ids, trained = _tokens_of(store, sample, offset, length)
+        log, marks = self._log, self._marks
+        kinds = "trained ones are green" if log.colours else f"trained ones stand in {marks[0]}{marks[1]}"
+        log.info(f"\n--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained ({kinds})")
+        pieces = pieces_of(self._tokenizer, ids, trained, self._most_tokens)
+        log.show(marked(pieces, colours=log.colours, marks=marks))
+
+
+def _tokens_of(store: TokenStore, sample: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a piece of a sample, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
+    begin = int(store.starts[sample]) + offset
+    end = begin + length
+    mask = store.trained
+    trained = np.ones(length, bool) if mask is None else np.asarray(mask[begin:end], bool).copy()
+    trained[0] = False
+    return np.asarray(store.tokens[begin:end]), trained

@@ -1,0 +1,133 @@
+"""`megatrain generate`: a quick look at what a model has learnt, with plain transformers and its whole weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.export import find_checkpoint
+from megatrain.errors import UserError
+from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.run.preflight import load_tokenizer
+
+
+def generate(
+    given: str | Path,
+    prompts: Sequence[str],
+    *,
+    tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    plain: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> list[str]:
+    """Let a model answer, or go on with, each prompt; prints and returns what it writes.
+
+    Args:
+        given: A run's folder (its newest checkpoint), a checkpoint, or any model folder or cached hub id.
+        prompts: Of a model with a chat template, each is a user's message.
+        tokens: The most new tokens of an answer; it ends earlier where the model ends it.
+        temperature: 0 takes the likeliest token always.
+        seed: Of the draws.
+        plain: Go on with the prompts as they are, whatever the model has.
+        device: auto, cpu or cuda.
+        trust_remote_code: Whether code of the model may run.
+
+    Raises:
+        UserError: No such model, no tokenizer, a prompt without a token, or no memory for it.
+    """
+    import torch
+    from transformers import set_seed
+
+    from megatrain.engine.host.settings import device_of
+    from megatrain.models.build import load_model_config
+
+    quiet_libraries()
+    answers: list[str] = []
+    with RunLogger() as log:
+        folder = _folder(given)
+        load_model_config(folder, trust_remote_code)  # says what is wrong with it in our words
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+        chat = not plain and bool(tokenizer.chat_template)
+        target = device_of(device)
+        model = _load(folder, target, trust_remote_code)
+        log.info(f"{folder} on {target}; {'chat template' if chat else 'plain text'}")
+        for prompt in prompts:
+            ids = _ids(tokenizer, prompt, chat).to(target)
+            _check_length(ids.shape[1] + tokens, model)
+            if temperature > 0:
+                set_seed(seed)
+            drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+            with torch.no_grad():
+                written = model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=tokens,
+                    pad_token_id=_pad_id(tokenizer),
+                    **(drawn or {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
+                )
+            new = written[0, ids.shape[1] :]
+            text = str(tokenizer.decode(new, skip_special_tokens=True))
+            cut = "" if len(new) < tokens else f" (cut after {tokens}: --tokens)"
+            log.info(f"\n--- {prompt}\n{text}{cut}")
+            answers.append(text)
+    return answers
+
+
+def _folder(given: str | Path) -> Path:
+    from megatrain.models.build import find_model_folder
+
+    path = Path(given).expanduser()
+    if (path / "checkpoints").is_dir():
+        return find_checkpoint(path)
+    return find_model_folder(given)
+
+
+def _load(folder: Path, device: Any, trust_remote_code: bool) -> Any:
+    """The whole model; in bf16 on a GPU, else in the type of its files."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16 if device.type == "cuda" else "auto",
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+        return model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise UserError("does not fit the GPU as a whole", str(folder), "use --device cpu") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be loaded: {str(error).splitlines()[0]}", str(folder)) from error
+
+
+def _ids(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    """(1, T) int64: the prompt, as a user's message with the answer's header behind it, or as it is."""
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    else:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if not ids.shape[1]:
+        raise UserError(f"the prompt {prompt!r} has no token", "--prompt", "write at least a word")
+    return ids.long()
+
+
+def _check_length(tokens: int, model: Any) -> None:
+    from megatrain.models.build import known_positions
+
+    positions = known_positions(model.config)
+    if positions is not None and tokens > positions:
+        raise UserError(
+            f"prompt and answer of {tokens} tokens are longer than the {positions} positions of the model",
+            "--tokens",
+            "ask for fewer tokens, or shorten the prompt",
+        )
+
+
+def _pad_id(tokenizer: Any) -> int | None:
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -1,0 +1,262 @@
+"""`megatrain init`: a commented config from a model and some data, with values that fit both.
+
+look at the model  -->  tokenise the data (the run finds them in the cache)  -->  choose  -->  write  -->  check
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatrain.config.load import load_config
+from megatrain.config.schema import RunConfig
+from megatrain.data import packing
+from megatrain.data.load import OpenedData, open_data
+from megatrain.errors import Problems, UserError, counted
+from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.run.preflight import preflight_data, preflight_model, refuse_unwritable
+from megatrain.run.prepare import check
+
+STREAM_TOKENS, LEAST_TOKENS = 2048, 512
+MOST_STEP_TOKENS, WANTED_STEPS = 262_144, 50
+VAL_SAMPLES, VAL_FRACTIONS = 20, (0.01, 0.02, 0.05, 0.1)
+LEAST_STEPS_WITH_WARMUP = 4
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What the data say about a good row.
+
+    Attributes:
+        samples: (S,) tokens of each sample that must stay whole; empty for plain text alone.
+        has_streams: There is plain text, whose documents may be cut.
+        tokens: Tokens of everything.
+        positions: The most positions of the model; None: no limit.
+    """
+
+    samples: np.ndarray
+    has_streams: bool
+    tokens: int
+    positions: int | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The choice, how many samples are longer, and the tokens of all that fit."""
+
+    max_tokens: int
+    too_long: int
+    tokens_per_step: int
+    tokens: int
+
+
+def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[str, str] | None = None) -> RunConfig:
+    """Write a config for fine-tuning `model` on `data`, and check it.
+
+    Args:
+        model: A model folder, or a hub id in the local cache.
+        data: Files, folders, globs or data set ids; see `data.train`.
+        out: The file to write; must not exist.
+        columns: The format's column names -> the files', where they differ.
+
+    Raises:
+        UserError: Model or data cannot be used, or `out` exists; or the check finds what must be changed by hand.
+        PlanRefused: The run does not fit this machine; the file is written.
+    """
+    if out.exists():
+        raise UserError("exists already", str(out), "give another name: --out NAME.yaml")
+    quiet_libraries()
+    columns = dict(columns or {})
+    with RunLogger() as log:
+        draft = _draft(model, data, columns)
+        problems = Problems()
+        with problems.collect():
+            refuse_unwritable(out.parent, "give another place: --out")
+        files = preflight_model(draft, problems)
+        preflight_data(draft, problems, files)
+        problems.raise_all()
+        assert files is not None, "the model could not be opened without a problem"
+        opened = open_data(draft.data, files.tokenizer, vocab_size=files.vocab_size, log=log.info)
+        lengths = _lengths(opened, files.positions)
+        rows = choose_rows(lengths)
+        text = _text(model, data, columns, opened, lengths, rows, out, has_weights=_has_weights(draft))
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot be written: {error.strerror}", str(out), "give another place: --out") from None
+        log.info(f"wrote {out}; checking it")
+    run = load_config(out)
+    check(run)
+    return run
+
+
+def choose_rows(lengths: Lengths) -> Rows:
+    """Row length and step size for the data.
+
+    The row holds the longest sample, rounded up to a power of two, within the model's positions. The step is the largest
+    power of two of rows that still gives some fifty steps an epoch.
+    """
+    longest = int(lengths.samples.max(initial=0))
+    wanted = max(LEAST_TOKENS, 2 ** math.ceil(math.log2(longest))) if longest else 0
+    if lengths.has_streams:
+        wanted = max(wanted, STREAM_TOKENS)
+    max_tokens = min(wanted, lengths.positions) if lengths.positions else wanted
+    long = lengths.samples > max_tokens
+    tokens = lengths.tokens - int(lengths.samples[long].sum())
+    rows = 1
+    while 2 * rows * max_tokens <= min(MOST_STEP_TOKENS, tokens / WANTED_STEPS):
+        rows *= 2
+    return Rows(max_tokens, int(long.sum()), rows * max_tokens, tokens)
+
+
+def choose_fraction(hashes: Sequence[np.ndarray]) -> float | None:
+    """The smallest fraction that holds out some twenty samples, or the largest one if there are fewer; None: too few."""
+    for fraction in VAL_FRACTIONS:
+        held = sum(int(packing.in_fraction(own, fraction).sum()) for own in hashes)
+        if held >= VAL_SAMPLES or (fraction == VAL_FRACTIONS[-1] and 0 < held < sum(map(len, hashes))):
+            return fraction
+    return None
+
+
+def _draft(model: str, data: Sequence[str], columns: Mapping[str, str]) -> RunConfig:
+    least_tokens = 2
+    return load_config(
+        {
+            "model": {"path": model},
+            "data": {"train": [{"path": path, "columns": columns} for path in data], "max_tokens": least_tokens},
+            "batch": {"tokens_per_step": least_tokens},
+            "run": {"dir": "unused"},
+        }
+    )
+
+
+def parse_columns(words: Sequence[str]) -> dict[str, str]:
+    """`FORMAT_NAME=COLUMN` words as a mapping.
+
+    Raises:
+        UserError: A word is none.
+    """
+    pairs = [word.partition("=") for word in words]
+    for word, (own, _, column) in zip(words, pairs, strict=True):
+        if not own or not column:
+            raise UserError(
+                f"{word!r} is no NAME=COLUMN", "--columns", "as in --columns instruction=question output=answer"
+            )
+    return {own: column for own, _, column in pairs}
+
+
+def _lengths(opened: OpenedData, positions: int | None) -> Lengths:
+    whole = [part.lengths for part in opened.train if part.store.kind == "samples"]
+    return Lengths(
+        samples=np.concatenate([np.zeros(0, np.int64), *whole]),
+        has_streams=len(whole) < len(opened.train),
+        tokens=sum(int(part.lengths.sum()) for part in opened.train),
+        positions=positions,
+    )
+
+
+def _has_weights(run: RunConfig) -> bool:
+    from megatrain.models.build import find_model_folder
+
+    folder = find_model_folder(run.model.path)
+    # Weights of another kind are for the check to refuse: random ones would not be what was meant.
+    return any(file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5") for file in folder.iterdir())
+
+
+def _text(
+    model: str,
+    data: Sequence[str],
+    columns: Mapping[str, str],
+    opened: OpenedData,
+    lengths: Lengths,
+    rows: Rows,
+    out: Path,
+    *,
+    has_weights: bool,
+) -> str:
+    """The YAML. Ten keys, each with what it means and why it has its value."""
+    chats = len(lengths.samples) > 0
+    fraction = choose_fraction([part.store.hashes for part in opened.train])
+    steps = max(1, math.ceil(rows.tokens * (1 - (fraction or 0.0)) / rows.tokens_per_step))
+    lines = [
+        "# A run of megatrain. `megatrain train --help-all` and docs/config.md explain every key.",
+        f"# Look at the data first: `megatrain data {out}`. Then: `megatrain train {out}`.",
+        "",
+        "model:",
+        f"  path: {_quoted(model)}  # Hugging Face folder, or a hub id in the local cache",
+    ]
+    if not has_weights:
+        lines.append("  init: random  # the folder has no weights: training starts from nothing")
+    lines += ["", "data:", "  train:  # files, folders, globs; add weight: 0.5 to use half of a source in each epoch"]
+    for path, part in zip(data, opened.train, strict=True):
+        lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
+        lines += [f"    - path: {_quoted(path)}"]
+        if columns:
+            named = ", ".join(f"{_quoted(own)}: {_quoted(column)}" for own, column in columns.items())
+            lines += [f"      columns: {{{named}}}  # the format's names: the file's"]
+    if fraction is None:
+        lines.append("  val: null  # too few samples to hold some out: give a file of its own to measure progress")
+    else:
+        lines.append(f"  val: {{fraction: {fraction:g}}}  # held out for validation; the same samples in every run")
+    lines.append(f"  max_tokens: {rows.max_tokens}  # tokens of a row; {_why_rows(lengths)}")
+    if rows.too_long:
+        share = rows.too_long / len(lengths.samples)
+        lines.append(
+            f"  overflow: drop  # {counted(rows.too_long, 'sample')} ({share:.1%}) longer than the model's positions: "
+            "drop | truncate | split | error"
+        )
+    lines.append(
+        "  train_on: assistant  # of chats the answers are trained; all: every token"
+        if chats
+        else "  train_on: assistant  # means nothing for plain text, which is trained in full; of chats, the answers"
+    )
+    lines += [
+        "",
+        "batch:",
+        f"  tokens_per_step: {rows.tokens_per_step}  # tokens of one optimizer step, a multiple of data.max_tokens; "
+        f"about {counted(steps, 'step')} an epoch",
+        "",
+        "optim:",
+        f"  learning_rate: {'1e-5' if has_weights else '3e-4'}  # its peak; "
+        + ("1e-5 suits full fine-tuning, 5e-6 is gentler" if has_weights else "for training from nothing"),
+        "",
+        "schedule:",
+        f"  warmup_ratio: {0.03 if steps >= LEAST_STEPS_WITH_WARMUP else 0}  # share of the steps in which the learning rate "
+        "rises; then it falls as a cosine",
+        "  epochs: 1  # passes over the data; or steps: N",
+        "",
+        "run:",
+        f"  dir: {_quoted(_free_folder(model, data[0]))}  # checkpoints, metrics and loss.png; nothing in it is overwritten",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _why_rows(lengths: Lengths) -> str:
+    if not len(lengths.samples):
+        return "plain text fills rows of any length"
+    longest = f"the longest sample has {int(lengths.samples.max()):,}"
+    limit = f", the model knows {lengths.positions:,} positions" if lengths.positions else ""
+    return longest + limit
+
+
+def _quoted(text: str) -> str:
+    """JSON strings are YAML strings; plain words need no quotes."""
+    plain = all(c.isalnum() or c in "/._-" for c in text) and text[:1].isalpha() | text.startswith(("/", "./"))
+    return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text, ensure_ascii=False)
+
+
+def _free_folder(model: str, data: str) -> str:
+    stem = Path(data.rstrip("/*")).name.split(".")[0] or "data"
+    base = f"runs/{Path(model.rstrip('/')).name}-{''.join(c if c.isalnum() or c in '-_' else '-' for c in stem)}"
+    free, number = base, 1
+    while Path(free).exists():
+        number += 1
+        free = f"{base}-{number}"
+    return free

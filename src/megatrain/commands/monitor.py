@@ -1,0 +1,231 @@
+"""`megatrain monitor RUN`: a run as it goes, from its files alone; the run does not know of it.
+
+With textual installed (`pip install 'megatrain[monitor]'`) an application that is left with `q`, without it a view that is drawn
+again and again until Ctrl-C; where the output is no terminal, the view once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.config.load import load_config
+from megatrain.config.schema import RunConfig
+from megatrain.errors import UserError
+from megatrain.metrics.record import StepRecord, parse_record
+from megatrain.run.folder import RunFolder
+
+LOG_LINES = 6
+CHART_ROWS = 8
+RECENT = 20
+"""Steps whose mean is shown beside the newest, and gives the pace."""
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+class Tail:
+    """The records of a metrics.jsonl that is being written; each call of `read` looks at new bytes only."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = 0
+        self._file_id: tuple[int, int] | None = None
+        self.records: list[StepRecord] = []
+
+    def read(self) -> list[StepRecord]:
+        """All records so far. A resumed run replaces the file; then it is read from its beginning."""
+        try:
+            stream = self._path.open("rb")
+        except FileNotFoundError:
+            return self.records
+        with stream:
+            status = self._path.stat()
+            file_id = (status.st_dev, status.st_ino)
+            if file_id != self._file_id or status.st_size < self._offset:
+                self._file_id, self._offset = file_id, 0
+                self.records.clear()
+            stream.seek(self._offset)
+            whole, newline, _ = stream.read().rpartition(b"\n")  # behind it, a line that is still being written
+            for number, line in enumerate(whole.splitlines(), start=len(self.records) + 1):
+                self.records.append(parse_record(line, self._path, number))
+            self._offset += len(whole) + len(newline)
+        return self.records
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown at one moment."""
+
+    name: str
+    records: Sequence[StepRecord]
+    total_steps: int | None
+    log: Sequence[str]
+    now_s: float
+
+
+class Watcher:
+    """Reads a run's folder again and again.
+
+    Args:
+        folder: The run's folder.
+
+    Raises:
+        UserError: It is no run's folder.
+    """
+
+    def __init__(self, folder: Path):
+        self.files = RunFolder(folder)
+        if not self.files.config.is_file():
+            raise UserError("is not the folder of a run (no config.yaml)", str(folder), "give run.dir of a started run")
+        self._run: RunConfig = load_config(self.files.config)
+        self._tail = Tail(self.files.metrics)
+
+    def look(self) -> View:
+        records = self._tail.read()
+        return View(
+            name=self.files.path.name,
+            records=records,
+            total_steps=_total_steps(self._run, records),
+            log=_last_lines(self.files.path / "log.txt", LOG_LINES),
+            now_s=time.time(),
+        )
+
+
+def monitor(folder: Path, *, every_s: float = 2.0, console: Console | None = None) -> None:
+    """Show a run until the user leaves.
+
+    Args:
+        folder: The run's folder.
+        every_s: Seconds between two looks at the files.
+        console: Where to; None: standard output.
+
+    Raises:
+        UserError: It is no run's folder.
+    """
+    watcher = Watcher(folder)
+    console = console or Console()
+    if not console.is_terminal:
+        console.print(render(watcher.look(), console.width))
+    elif find_spec("textual") is not None:
+        from megatrain.commands.monitor_app import MonitorApp
+
+        MonitorApp(watcher, every_s).run()
+    else:
+        _refresh(watcher, every_s, console, lambda: True)
+
+
+def _refresh(watcher: Watcher, every_s: float, console: Console, go_on: Callable[[], bool]) -> None:
+    from rich.live import Live
+
+    with Live(render(watcher.look(), console.width), console=console, auto_refresh=False) as live:
+        while go_on():
+            try:
+                time.sleep(every_s)
+            except KeyboardInterrupt:
+                return
+            live.update(render(watcher.look(), console.width), refresh=True)
+
+
+def render(view: View, width: int) -> Group:
+    """The view as something rich prints."""
+    records = view.records
+    if not records:
+        return Group(Text(f"{view.name}: no step yet"), *map(Text, view.log))
+    last = records[-1]
+    total = f"/{view.total_steps:,}" if view.total_steps else ""
+    head = f"{view.name}: step {last.step:,}{total}, epoch {last.epoch:.2f}, {_age(view)}"
+    losses = [record.loss for record in records if record.loss is not None]
+    return Group(
+        Text(head, style="bold"),
+        _numbers(view),
+        Text("training loss" if losses else ""),
+        *(Text(line, style="cyan") for line in chart(losses, max(width - 12, 20), CHART_ROWS)),
+        *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in view.log),
+    )
+
+
+def chart(values: Sequence[float], width: int, rows: int) -> list[str]:
+    """Bars of block characters, one column for each value or group of values, with the range at the left."""
+    if not values:
+        return []
+    groups = np.array_split(np.asarray(values, dtype=np.float64), min(width, len(values)))
+    columns = np.array([group.mean() for group in groups])
+    low, high = float(columns.min()), float(columns.max())
+    # the lowest value keeps a visible bar
+    eighths = np.round(1 + (columns - low) / (high - low or 1.0) * (8 * rows - 1)).astype(int)
+    lines = []
+    for row in reversed(range(rows)):
+        label = f"{high:9.4f}" if row == rows - 1 else f"{low:9.4f}" if row == 0 else " " * 9
+        lines.append(f"{label} " + "".join(_BLOCKS[min(8, max(0, count - 8 * row))] for count in eighths.tolist()))
+    return lines
+
+
+def _numbers(view: View) -> Table:
+    recent = [record for record in view.records[-RECENT:] if record.step > 0]
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "newest", f"mean of {len(recent)}"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows: tuple[tuple[str, Callable[[StepRecord], float | None], str], ...] = (
+        ("loss", lambda record: record.loss, ".4f"),
+        ("gradient norm", lambda record: record.grad_norm, ".3g"),
+        ("learning rate", lambda record: record.learning_rate, ".2e"),
+        ("processed tokens/s", lambda record: record.processed_tokens_per_s, ",.0f"),
+        ("trained tokens/s", lambda record: record.trained_tokens_per_s, ",.0f"),
+        ("seconds a step", lambda record: record.step_s, ".2f"),
+    )
+    for name, value, spec in rows:
+        found = [one for record in recent if (one := value(record)) is not None]
+        newest = value(view.records[-1])
+        table.add_row(name, _shown(newest, spec), _shown(sum(found) / len(found) if found else None, spec))
+    val = [(record.step, record.val_loss) for record in view.records if record.val_loss is not None]
+    if val:
+        step, best = min(val, key=lambda pair: pair[1])
+        table.add_row("validation loss", f"{val[-1][1]:.4f}", f"lowest {best:.4f} at {step:,}")
+    if skipped := view.records[-1].skipped_steps:
+        table.add_row("skipped steps", f"{skipped:,}", "")
+    return table
+
+
+def _shown(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+def _age(view: View) -> str:
+    """How long ago the newest step was, or what is left."""
+    last = view.records[-1]
+    ago_s = max(0.0, view.now_s - last.unix_time_s)
+    recent = [record.step_s for record in view.records[-RECENT:] if record.step > 0]
+    pace_s = sum(recent) / len(recent) if recent else 0.0
+    if view.total_steps is not None and last.step >= view.total_steps:
+        return "done"
+    if recent and ago_s > max(60.0, 10 * pace_s):
+        return f"no step for {timedelta(seconds=round(ago_s))}"
+    if view.total_steps is None or not recent:
+        return "running"
+    return f"{timedelta(seconds=round((view.total_steps - last.step) * pace_s))} left"
+
+
+def _total_steps(run: RunConfig, records: Sequence[StepRecord]) -> int | None:
+    """Length of the run. The steps of an epoch are known from any record that tells both; None before the first."""
+    if run.schedule.steps is not None:
+        return run.schedule.steps
+    last = records[-1] if records else None
+    return run.schedule.total_steps(round(last.step / last.epoch)) if last is not None and last.epoch else None
+
+
+def _last_lines(path: Path, count: int) -> list[str]:
+    """The end of a log file, however long the file is."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - 8192))
+            return stream.read().decode("utf-8", errors="replace").splitlines()[-count:]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,123 @@
+"""What a batch must look like, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatrain.engine.objective import IGNORED, find_targets
+from megatrain.errors import UserError
+
+KEYS = ("input_ids", "labels", "position_ids", "document_ids", "attention_mask")
+
+
+def checked(
+    batch: Mapping[str, torch.Tensor], vocabulary: int, most_positions: int | None = None
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Validate a batch and bring it to the form the runner takes.
+
+    Document ids are turned into positions that restart, which is how HF's code tells documents apart. Positions that say
+    nothing (0..T-1 in every row) are dropped: without them HF uses its plain causal path.
+
+    Args:
+        batch: int64 CPU tensors of one shape (rows, T).
+        vocabulary: Number of token ids.
+        most_positions: Positions that the model knows; None: no limit.
+
+    Returns:
+        (`input_ids`, `labels` and where needed `position_ids`, `attention_mask`; number of target tokens).
+    """
+    unknown = [name for name in batch if name not in KEYS]
+    missing = [name for name in ("input_ids", "labels") if batch.get(name) is None]
+    if unknown or missing:
+        raise UserError(f"unknown keys {unknown}, missing keys {missing}", "batch", f"a batch has {', '.join(KEYS)}")
+    tensors = {name: tensor for name, tensor in batch.items() if tensor is not None}
+    shape = tensors["input_ids"].shape
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int64 or tensor.shape != shape or tensor.ndim != 2 or tensor.device.type != "cpu":
+            raise UserError(
+                f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+                f"batch[{name!r}]",
+                f"give int64 CPU tensors of one shape (rows, T), like input_ids {tuple(shape)}",
+            )
+    if shape[0] == 0 or shape[1] < 2:
+        raise UserError(f"has shape {tuple(shape)}", "batch['input_ids']", "at least one row of two tokens is needed")
+    _check_ids("input_ids", tensors["input_ids"], vocabulary, ignored=False)
+    _check_ids("labels", tensors["labels"], vocabulary, ignored=True)
+    if (given := tensors.get("position_ids")) is not None:
+        _check_positions(given, most_positions)
+    if (mask := tensors.get("attention_mask")) is not None:
+        _check_mask(mask)
+    document_ids = tensors.pop("document_ids", None)
+    if document_ids is not None:
+        tensors["position_ids"] = _positions(document_ids, tensors.get("position_ids"))
+    positions = tensors.get("position_ids")
+    if positions is not None and torch.equal(positions, torch.arange(shape[1]).expand(shape)):
+        del tensors["position_ids"]
+    mask = tensors.get("attention_mask")
+    if mask is not None and bool(mask.all()):
+        del tensors["attention_mask"]
+    if "attention_mask" in tensors and "position_ids" in tensors and document_ids is not None:
+        raise UserError("document_ids and attention_mask together", "batch", "make the padding a document of its own")
+    return tensors, len(find_targets(tensors["labels"]))
+
+
+def most_positions(config: Any) -> int | None:
+    """The positions that a model has a table for; None where they are computed and go on as long as a row does."""
+    text = config.get_text_config()
+    computed = getattr(text, "rope_parameters", None) is not None
+    return None if computed else getattr(text, "max_position_embeddings", None)
+
+
+def is_packed(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a checked batch has a row of several documents: positions that go back."""
+    positions = batch.get("position_ids")
+    return positions is not None and bool((positions[:, 1:] <= positions[:, :-1]).any())
+
+
+def _check_ids(name: str, ids: torch.Tensor, vocabulary: int, ignored: bool) -> None:
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if ignored:
+        wrong &= ids != IGNORED
+    remedy = "the data was made with another tokenizer than the model's"
+    _refuse_where(wrong, ids, name, f"outside the vocabulary of {vocabulary}", remedy)
+
+
+def _check_positions(positions: torch.Tensor, most: int | None) -> None:
+    remedy = "count from 0 in each document, or leave position_ids out"
+    _refuse_where(positions < 0, positions, "position_ids", "which is negative", remedy)
+    if most is not None:
+        what = f"beyond the model's {most} positions"
+        _refuse_where(positions >= most, positions, "position_ids", what, f"{remedy}; or give shorter rows")
+
+
+def _check_mask(mask: torch.Tensor) -> None:
+    _refuse_where((mask != 0) & (mask != 1), mask, "attention_mask", "neither 0 nor 1", "1: a token, 0: padding")
+    empty = (mask == 0).all(dim=1)
+    if bool(empty.any()):
+        where = f"batch['attention_mask'][{int(empty.nonzero()[0])}]"
+        raise UserError("hides every token of the row", where, "leave the row out, or give it a token without a label")
+
+
+def _refuse_where(wrong: torch.Tensor, values: torch.Tensor, name: str, what: str, remedy: str) -> None:
+    """Raise for the first value that is wrong, with its place; `what` says why it is."""
+    if bool(wrong.any()):
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        raise UserError(f"holds {int(values[row, column])}, {what}", f"batch[{name!r}][{row}, {column}]", remedy)
+
+
+def _positions(document_ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Positions that restart at 0 with each document; given ones must do so already."""
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    index = torch.arange(document_ids.shape[1]).expand(document_ids.shape)
+    positions = index - torch.where(starts, index, 0).cummax(dim=1).values
+    if given is not None and not torch.equal(given, positions):
+        raise UserError(
+            "do not restart at 0 with each document of document_ids, counting by one",
+            "batch['position_ids']",
+            "leave position_ids out: they follow from document_ids",
+        )
+    return positions

@@ -1,0 +1,294 @@
+"""Gradients: from a unit's backward to the place where AdamW finds them.
+
+[Note: where gradients wait]
+Resident units keep their gradient in a plane on the device. For the others, with clipping, AdamW must wait for the global norm,
+so every gradient waits in the unit's *gradient plane*:
+    direct   one window, pinned planes: copied out of the staging buffer straight into the plane;
+    added    several windows: copied into a slab and added into the (fp32) plane by a background job, because a sum of windows
+             must be exact to fp32; also with one window when the planes are not pinned (memory.pin: staged).
+Without clipping and without a plane:
+    eaten    copied into a slab, and AdamW reads it there at once, in backward order.
+Chunks of one window are summed on the device in fp32 before anything is rounded to the transport type.
+
+[Note: the norm is of what AdamW reads]
+The squared norm of each unit is taken on the device after rounding to the transport type, so that clipping is exact for the
+gradients that are applied. Several windows add up on the host, so their norm is taken there, from the finished planes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from megatrain.device.slabs import Slab, SlabPool, Staging
+from megatrain.device.streams import Event, Streams
+from megatrain.host_memory.store import HostStore
+from megatrain.models.structure import Unit
+
+
+class Route(enum.Enum):
+    """See [Note: where gradients wait]."""
+
+    COPY = "into the plane"
+    ACCUMULATE = "into a slab, then added to the plane"
+    FUSED_UPDATE = "into a slab, then read by AdamW"
+
+
+class SlabJobs(Protocol):
+    """What consumes slabs in the background. `arrived` must be waited for first; the future ends when the slab is free."""
+
+    def add(self, unit: Unit, slab: torch.Tensor, first: bool, arrived: Event) -> Future[None]: ...
+    def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]: ...
+
+
+class UnitSum:
+    """The gradient of one unit, summed over the chunks of a window, on the device.
+
+    Args:
+        unit: Whose gradient.
+        flat: (layout.numel,) device memory.
+        fresh: The memory holds nothing of value yet: the first chunk overwrites all of it.
+    """
+
+    def __init__(self, unit: Unit, flat: torch.Tensor, fresh: bool, views: dict[str, torch.Tensor] | None = None):
+        self.unit = unit
+        self.flat = flat
+        self._views = unit.layout.views(flat) if views is None else views
+        self._fresh = fresh
+
+    def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Add one chunk's gradients by layout name. A parameter without a gradient contributes zeros at its own place."""
+        if self._fresh:
+            self._fresh = False
+            for start, end in self.unit.layout.gaps:
+                self.flat[start:end].zero_()
+            found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            if found:  # a frozen layer has none
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                    [self._views[name] for name in found], list(found.values())
+                )
+            for name in self._views.keys() - found.keys():
+                self._views[name].zero_()
+            return
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                self._views[name].add_(gradient)
+
+
+class EdgeSum:
+    """The gradients of embedding and head, which come in parts: token chunks of the head, the final norm, the embedding.
+
+    A tied tensor collects both its gradients here, as one tensor.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Add a part of the gradient of the parameter with this full name. The first part is kept as it is, sums are fp32."""
+        if gradient is None:
+            return
+        held = self._sums.get(name)
+        if held is None:
+            self._sums[name] = gradient
+        elif held.dtype == torch.float32:
+            held.add_(gradient)
+        else:
+            self._sums[name] = held.float().add_(gradient)
+
+    def take(self, unit: Unit, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The unit's flat gradient (layout.numel,) in transport dtype; its parts are let go."""
+        flat = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
+        for name, view in unit.layout.views(flat).items():
+            gradient = self._sums.pop(unit.prefix + name, None)
+            if gradient is not None:
+                view.copy_(gradient)
+        return flat
+
+
+class GradientFlow:
+    """Moves each unit's gradient to the host once per window. See the notes at the top.
+
+    Args:
+        streams: The device's streams.
+        store: The host planes.
+        units: All units.
+        route: Where gradients go.
+        transport: bf16 or fp32.
+        slabs: Pool for layers, needed unless the route is COPY.
+        edge_slabs: A slab for embedding and one for head, by unit name, needed likewise.
+        jobs: Consumers of slabs.
+        poison: Fill buffers with NaN after their use (tests).
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        store: HostStore,
+        units: Sequence[Unit],
+        route: Route,
+        transport: torch.dtype,
+        slabs: SlabPool | None,
+        edge_slabs: Mapping[str, Slab],
+        jobs: SlabJobs,
+        poison: bool = False,
+    ):
+        self._streams = streams
+        self._store = store
+        self.route = route
+        self._transport = transport
+        self._slabs = slabs
+        self._edge_slabs = edge_slabs
+        self._jobs = jobs
+        self._poison = poison
+        layers = [unit for unit in units if unit.layer is not None]
+        layer_numel = max((unit.layout.numel for unit in layers), default=0)
+        streamed = [unit.layout.numel for unit in layers if not store.units[unit.name].resident]
+        self._staging = [Staging(streams, max(streamed, default=0), transport) for _ in range(2)]
+        self._turn = 0
+        self._chunk_sum: torch.Tensor | None = None  # fp32 (layer_numel,), made when a window first has several chunks
+        self._layer_numel = layer_numel
+        self.arrived: dict[str, Event] = {unit.name: streams.event() for unit in units}
+        self.edges = EdgeSum()
+        self._norms: list[torch.Tensor] = []
+        self._views: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+        self._sent_this_step: set[str] = set()
+        self.sent_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held between steps."""
+        chunk_sum = self._chunk_sum.nbytes if self._chunk_sum is not None else 0
+        return chunk_sum + sum(staging.flat.nbytes for staging in self._staging)
+
+    def begin_step(self) -> None:
+        self._norms, self._sent_this_step = [], set()
+        self.edges = EdgeSum()
+        for planes in self._store.units.values():
+            if planes.resident:
+                planes.grad = None
+
+    def begin_layer(self, unit: Unit, chunks: int) -> UnitSum:
+        """Device memory for the sum of the layer's gradient over the chunks of this window."""
+        numel = unit.layout.numel
+        planes = self._store.units[unit.name]
+        if planes.resident:
+            first = planes.grad is None
+            plane = self._resident_plane(unit)
+            if (chunks == 1 and first) or plane.dtype == torch.float32:
+                return UnitSum(unit, plane, fresh=first)
+        else:
+            staging = self._staging[self._turn].begin(numel)
+            if chunks == 1 or self._transport == torch.float32:
+                return UnitSum(unit, staging, True, self._staging_views(unit, staging))
+        if self._chunk_sum is None:
+            self._chunk_sum = torch.zeros(self._layer_numel, dtype=torch.float32, device=self._streams.device)
+        return UnitSum(unit, self._chunk_sum[:numel], fresh=True)
+
+    def send_layer(self, total: UnitSum) -> None:
+        """The layer's gradient of this window is complete: take its norm, send it to the host. Asynchronous."""
+        if self._store.units[total.unit.name].resident:
+            plane = self._resident_plane(total.unit)
+            if total.flat.data_ptr() != plane.data_ptr():
+                _ = plane.copy_(total.flat) if total.unit.name not in self._sent_this_step else plane.add_(total.flat)
+            self._keep(total.unit, plane, False)
+            return
+        staging, self._turn = self._staging[self._turn], 1 - self._turn
+        flat = staging.flat[: total.unit.layout.numel]
+        if total.flat.data_ptr() != flat.data_ptr():
+            flat.copy_(total.flat)
+        self._note_square(flat)
+        if self.route is Route.COPY:
+            arrived = self.arrived[total.unit.name]
+            staging.send(self._plane(total.unit), arrived, self._poison, total.unit.name)
+            self.sent_bytes += flat.nbytes
+        else:
+            assert self._slabs is not None
+            self._through_slab(total.unit, self._slabs.take(), staging)
+
+    def send_edge(self, unit: Unit) -> None:
+        """Embedding or head is complete for this window: like `send_layer`. The device memory lives until the copy ends."""
+        if unit.layout.numel == 0:
+            return
+        flat = self.edges.take(unit, self._transport, self._streams.device)
+        if self._store.units[unit.name].resident:
+            first = self._store.units[unit.name].grad is None
+            self._keep(unit, flat if first else self._resident_plane(unit).add_(flat), first)
+            return
+        self._note_square(flat)
+        staging = Staging.around(self._streams, flat)
+        if self.route is Route.COPY:
+            staging.send(self._plane(unit), self.arrived[unit.name], what=unit.name)
+            self.sent_bytes += flat.nbytes
+        else:
+            slab = self._edge_slabs[unit.name]
+            with self._streams.host_waits("slabs"):
+                slab.settle()
+            self._through_slab(unit, slab, staging)
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of the squares of everything sent since `begin_step`: a scalar on the device."""
+        return torch.stack(self._norms).square().sum() if self._norms else torch.zeros(())
+
+    def settle(self) -> None:
+        """Block until no background job reads a slab. Their errors are raised here."""
+        if self._slabs is not None:
+            self._slabs.settle()
+        for slab in self._edge_slabs.values():
+            slab.settle()
+
+    def abandon(self) -> None:
+        """After an error in the middle of a step: drop the step's gradients and free the buffers."""
+        self.begin_step()
+        for staging in self._staging:
+            staging.abandon()
+        self.settle()
+
+    def _staging_views(self, unit: Unit, staging: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The unit's views of a staging buffer, made once: many small views cost more than the copies of a small layer."""
+        key = (staging.data_ptr(), unit.name)
+        if key not in self._views:
+            self._views[key] = unit.layout.views(staging)
+        return self._views[key]
+
+    def _resident_plane(self, unit: Unit) -> torch.Tensor:
+        """The gradient plane of a resident unit: device memory from its first backward of a step until its update."""
+        planes = self._store.units[unit.name]
+        if planes.grad is None:
+            dtype = self._store.dtypes["grad"]
+            planes.grad = torch.empty(unit.layout.numel, dtype=dtype, device=self._streams.device)
+        return planes.grad
+
+    def _keep(self, unit: Unit, plane: torch.Tensor, adopt: bool) -> None:
+        """A resident unit's gradient of this window stays on the device, in its plane (`adopt`: this memory becomes it)."""
+        if adopt:
+            self._store.units[unit.name].grad = plane.to(self._store.dtypes["grad"])
+        if self.route is Route.COPY:
+            self._note_square(plane)
+        self._sent_this_step.add(unit.name)
+
+    def _through_slab(self, unit: Unit, slab: Slab, staging: Staging) -> None:
+        destination = slab.fill(unit.layout.numel)
+        arrived = slab.arrived
+        staging.send(destination, arrived, self._poison, unit.name)
+        self.sent_bytes += destination.nbytes
+        if self.route is Route.FUSED_UPDATE:
+            slab.drain(self._jobs.eat(unit, destination, arrived))
+        else:
+            first = unit.name not in self._sent_this_step
+            slab.drain(self._jobs.add(unit, destination, first, arrived))
+        self._sent_this_step.add(unit.name)
+
+    def _note_square(self, flat: torch.Tensor) -> None:
+        # A GPU sums in a tree, a CPU one after the other, where fp32 would lose the fourth digit of a large layer.
+        dtype = torch.float32 if flat.is_cuda else torch.float64
+        self._norms.append(torch.linalg.vector_norm(flat, dtype=dtype))
+
+    def _plane(self, unit: Unit) -> torch.Tensor:
+        plane = self._store.units[unit.name].grad
+        assert plane is not None, f"{unit.name} has no gradient plane"
+        return plane

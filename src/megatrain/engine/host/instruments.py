@@ -1,0 +1,126 @@
+"""The instruments of an engine: begin and end of a step, and the figures of it.
+
+The spans themselves come from what is there anyway: `Streams` records copies and waits, `CpuUpdater` its passes over units. Here
+they become a `PipelineRecord`; see [Note: which work a record is about] in metrics/pipeline.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from megatrain.device.gpu_meter import GpuMeter
+from megatrain.device.streams import Streams
+from megatrain.engine.host.buffers import DeviceBuffers
+from megatrain.engine.plan import StepShape
+from megatrain.host_memory.store import HostStore
+from megatrain.metrics.pipeline import PipelineRecord, pipeline_of
+from megatrain.metrics.spans import Span
+
+
+class Instruments:
+    """Reads the recorder once a step. Nothing here waits for the device.
+
+    Args:
+        streams: Where spans are recorded.
+        store: For the bytes of an update.
+        on: Whether anything is recorded; `record` gives None otherwise.
+    """
+
+    def __init__(self, streams: Streams, store: HostStore, on: bool):
+        self._streams, self._spans, self._store = streams, streams.spans, store
+        self._spans.on = on
+        self._meter = GpuMeter(streams.device)
+        self._total = torch.cuda.get_device_properties(streams.device).total_memory if streams.cuda else None
+        self._traced: list[Span] = []
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is recorded. May be changed between two steps."""
+        return self._spans.on
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        self._spans.on = on
+
+    def begin_trace(self) -> None:
+        """From now on visits are recorded, too, and all spans are kept."""
+        self._spans.on = self._spans.tracing = True
+        self._traced = []
+
+    def end_trace(self) -> list[Span]:
+        """All spans since `begin_trace`. The device must be idle."""
+        self._spans.tracing = False
+        spans, self._traced = [*self._traced, *self._spans.take()], []
+        return spans
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A step's launches, and the wait for its loss and norm: compute is idle at the end."""
+        if not self._spans.anchored:
+            self._spans.anchor(idle=False)
+        start = self._spans.mark(self._streams.compute)
+        yield
+        self._spans.end("step", f"step {number}", start, self._streams.compute)
+        self._spans.anchor()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work of the device inside belongs to no training step."""
+        self._spans.paused = True
+        try:
+            yield
+        finally:
+            self._spans.paused = False
+
+    def record(self, flows: DeviceBuffers, shape: StepShape, ladder: tuple[str, ...]) -> PipelineRecord | None:
+        """The figures of the step that has just ended, and of whatever else has since the call before."""
+        if not self._spans.on:
+            return None
+        spans = self._spans.take()
+        if self._spans.tracing:
+            self._traced += spans
+        gpu, slabs = self._meter.read(), flows.slabs
+        return replace(
+            pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
+            slabs=len(slabs.slabs) if slabs else 0,
+            slabs_in_use=slabs.most_in_use if slabs else 0,
+            slab_waits=slabs.waits if slabs else 0,
+            gpu_utilisation=gpu.utilisation,
+            device_used_bytes=gpu.used_bytes,
+            device_reserved_bytes=gpu.reserved_bytes,
+            device_total_bytes=self._total,
+            host_pinned_bytes=flows.pinned_bytes(),
+            policy=policy_of(flows, shape),
+            ladder=ladder,
+        )
+
+    def _adamw_bytes(self) -> int:
+        """Of host memory, for one parameter: its planes are read and written, its gradient is read."""
+        gradient = self._store.dtypes.get("grad", torch.bfloat16).itemsize
+        return gradient + 2 * sum(t.itemsize for kind, t in self._store.dtypes.items() if kind != "grad")
+
+
+def policy_of(flows: DeviceBuffers, shape: StepShape) -> str:
+    """How a step is computed, in a line."""
+    kept = Counter(shape.variants().values())
+    parts = [f"{name} {count}" for name, count in kept.items()]
+    if recomputed := len(flows.structure.layers) - kept.total():
+        parts.append(f"recompute {recomputed}")
+    parts += [
+        f"accumulation {shape.accumulation_steps}",
+        f"microbatch_rows {shape.microbatch_rows}",
+        f"head_chunk_tokens {shape.head_tokens}",
+    ]
+    extras = {
+        "mlp_chunk_tokens": flows.shell.chunk_tokens,
+        "segment": shape.segment if shape.segment > 1 else 0,
+        "offloaded": len(flows.inputs.layers),
+    }
+    parts += [f"{name} {count}" for name, count in extras.items() if count]
+    resident = sum(planes.resident for planes in flows.store.units.values())
+    return ", ".join([*parts, f"resident {resident} of {len(flows.store.units)}"])

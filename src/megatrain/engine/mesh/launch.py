@@ -1,0 +1,169 @@
+"""This process among others: what torchrun's environment says, and the process group.
+
+[Note: one store, many attempts]
+When torchrun restarts its processes they meet in the same store as before, unless told otherwise
+(`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`), and find the addresses that the dead ones left: gloo connects to nobody, NCCL waits for
+ever. Restart counts do not help, because the agents of different nodes count differently. So the ranks agree on a prefix that
+was never used before: each says hello with a random word, rank 0 publishes the list of the words it sees with a word of its own,
+and a rank that finds its own word of today in the list takes rank 0's as the prefix. Rank 0 publishes again until all have.
+
+[Note: errors that come again]
+torchrun starts its processes again after every exit code but 0, and has no word for an error that would only come again. Such an
+error is left in the store that outlives the processes: the next attempts find it before they read a model, and end with it at
+once. The store lives as long as torchrun itself, so a job that is submitted again starts afresh. Where torchrun's agents do not
+host it (`TORCHELASTIC_USE_AGENT_STORE`) it goes with rank 0, and every attempt finds the error for itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megatrain.engine.host.settings import named_device
+from megatrain.errors import UserError
+
+TIMEOUT_S = 600
+"""A collective that takes longer is a hang, where nothing else is said."""
+_timeout_s: float = TIMEOUT_S
+"""Of the process group that `join` made."""
+_shared: Any = None
+"""The store of the latest `join` under torchrun, whatever its attempt."""
+_END = "megatrain/end"
+
+
+def world_size() -> int:
+    """Number of processes: of the process group if there is one, else what torchrun announced, else 1."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number, known before any process group exists."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def attempt() -> int:
+    """How often torchrun has started this job's processes again, as the agent of this host counts."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def device_of_rank(device: str | torch.device) -> torch.device:
+    """`auto` and `cuda` are this rank's GPU on its host."""
+    found = named_device(device)
+    if found.type == "cuda" and found.index is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise UserError(
+                f"process {local} of this host finds {count} CUDA devices",
+                "run.device",
+                f"start {count} processes per host (--nproc-per-node {count})" if count else "use run.device: cpu",
+            )
+        found = torch.device("cuda", local)
+    return found
+
+
+def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+    """Make the default process group unless there is one. Without torchrun it has one member and needs no network.
+
+    Args:
+        device: Of this rank.
+        timeout_s: A collective that takes longer ends the process.
+    """
+    global _shared, _timeout_s
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _timeout_s = timeout_s
+    # A failed or late collective ends the process, so that torchrun starts all again. The default of the releases used here;
+    # said for those where it is not.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    if "WORLD_SIZE" in os.environ:
+        shared, number, size = next(iter(rendezvous("env://", timeout=timeout)))
+        _shared = shared
+        prefix = fresh_prefix(shared, number, size)
+        store = dist.PrefixStore(prefix, shared)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def collective_timeout() -> datetime.timedelta:
+    """What `join` was told. Groups beside the default one do not take it over: NCCL's would end the process after ten minutes."""
+    return datetime.timedelta(seconds=_timeout_s)
+
+
+def note_begun(folder: Path) -> None:
+    """This job has begun the run in `folder`: an attempt that torchrun makes after this one may go on there."""
+    if _shared is not None:
+        _shared.set(f"megatrain/begun/{folder.absolute()}", "")
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether an earlier attempt of the same job has begun the run in `folder`. False where the store went with it."""
+    return _shared is not None and _shared.check([f"megatrain/begun/{folder.absolute()}"])
+
+
+def note_end(code: int, text: str) -> None:
+    """This job ends with an error that comes again; the first one counts. See [Note: errors that come again]."""
+    if (store := _store_of_all_attempts()) is not None:
+        store.compare_set(_END, "", json.dumps([code, text]))
+
+
+def noted_end() -> tuple[int, str] | None:
+    """(exit code, text) of the error that ended an earlier attempt of this job, if it comes again."""
+    store = _store_of_all_attempts()
+    if store is None or not store.check([_END]):
+        return None
+    code, text = json.loads(store.get(_END))
+    return code, text
+
+
+def _store_of_all_attempts() -> Any:
+    """None outside torchrun, and where the store is one attempt's."""
+    global _shared
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if _shared is None:
+        _shared, _, _ = next(iter(rendezvous("env://", timeout=datetime.timedelta(seconds=TIMEOUT_S))))
+    return _shared
+
+
+def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> str:
+    """A word for this start of all ranks, the same on each. See [Note: one store, many attempts].
+
+    Raises:
+        UserError: Not all ranks came in time.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"megatrain/hello/{rank}", word)
+    deadline = time.monotonic() + timeout_s
+    published = None
+    while time.monotonic() < deadline:
+        if rank == 0:
+            here = [r for r in range(world) if store.check([f"megatrain/hello/{r}"])]
+            roster = json.dumps([word, *((r, store.get(f"megatrain/hello/{r}").decode()) for r in here)])
+            if roster != published:
+                store.set("megatrain/roster", roster)
+                published = roster
+            if world == 1 or store.check([f"megatrain/{word}/{r}" for r in range(1, world)]):
+                return word
+        elif store.check(["megatrain/roster"]):
+            first, *hellos = json.loads(store.get("megatrain/roster"))
+            if [rank, word] in hellos:
+                store.set(f"megatrain/{first}/{rank}", "")
+                return first
+        time.sleep(0.02)
+    raise UserError(f"not all {world} processes have come within {timeout_s:.0f} s", "torchrun")

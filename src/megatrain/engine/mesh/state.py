@@ -1,0 +1,247 @@
+"""The state of all ranks in the shape that loading and saving expect: units with a fp32 master and moments m, v.
+
+The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
+what they write into it, every rank cuts its boxes from; for saving, units are gathered on the ranks that write (saving.py). So
+both engines share one checkpoint format, and any layout reads any other's.
+
+[Note: who sends what]
+Every element has one sender: the first replicate rank, the first tensor rank of what tensor ranks share, the first stage of what
+is tied. A parameter is gathered by point-to-point messages of exactly these boxes.
+
+[Note: many gathers at once]
+Several ranks get a unit each at the same time. In turn s of as many as there are ranks, rank r sends to rank r - s what that one
+needs, and gets from rank r + s: at each moment nobody gets from two or sends to two, and hosts receive side by side. A rank that
+waits for a message has room for it alone. Who receives says so before it sends, so that two that wait for each other meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatrain.engine.mesh.data_parallel import Box, local
+from megatrain.engine.mesh.devices import Devices
+from megatrain.engine.mesh.gradients import Gradients
+from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.store import UnitPlanes
+from megatrain.models.structure import Structure, Unit
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A local parameter: the first or the second end of a tie, or an untied one."""
+
+    parameter: nn.Parameter
+    box: Box
+    optimizer: torch.optim.Optimizer
+
+
+class _UnitView:
+    """What `load_weights` and `initialize` need of a unit's planes."""
+
+    def __init__(self, state: MeshState, unit: Unit):
+        self._state, self._unit = state, unit
+        self.layout: FlatLayout = unit.layout
+
+    def write_master(self, name: str, value: torch.Tensor) -> None:
+        self._state.write(self._unit.prefix + name, value)
+
+
+class MeshState:
+    """Masters and moments of the whole model, spread over the ranks. Construction is collective.
+
+    Args:
+        structure: The whole model.
+        gradients: Holds the local parameters and optimizers.
+        devices: The mesh.
+    """
+
+    def __init__(self, structure: Structure, gradients: Gradients, devices: Devices):
+        self._structure, self._devices = structure, devices
+        self._held: dict[str, list[_Held]] = {}
+        for name, parameter, box, optimizer in gradients.all():
+            owner = structure.tied.get(name, name)
+            self._held.setdefault(owner, []).append(_Held(parameter, box, optimizer))
+        at = devices.at
+        sent = {
+            name: box
+            for name, (_, box) in gradients.owned().items()
+            if at.replicate == 0 and (box.tensor_dim is not None or at.tensor == 0) and 0 not in box.sizes
+        }
+        self._senders: list[dict[str, Box]] = [{}] * devices.layout.world
+        dist.all_gather_object(self._senders, sent)
+        self.units = {unit.name: _UnitView(self, unit) for unit in structure.units}
+
+    @property
+    def local_units(self) -> set[str]:
+        """Units of which this rank holds a part."""
+        return {unit.name for unit in self._structure.units for _, full in unit.full_names() if full in self._held}
+
+    def holder(self, unit: str) -> int | None:
+        """The first rank that sends a part of a unit. None for a unit without parameters."""
+        return next((rank for rank in range(len(self._senders)) if self._sent_by(rank, unit)), None)
+
+    # ---------------------------------------------------------------- in
+
+    @torch.no_grad()
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Cut this rank's boxes of a whole master. Names that it does not hold are passed over."""
+        for held in self._held.get(name, []):
+            own = local(held.parameter)
+            own.copy_(value[held.box.slices].reshape(own.shape))
+
+    @contextlib.contextmanager
+    def restoring(self, name: str) -> Iterator[UnitPlanes]:
+        """Whole fp32 planes of a unit to be filled; this rank's boxes are cut from them at the end."""
+        unit = self._unit(name)
+        planes = _empty_planes(unit, 3)
+        yield planes
+        for entry_name, full in unit.full_names():
+            self.write(full, unit.layout.view(planes.hi, entry_name))
+            for held in self._held.get(full, []):
+                state = held.optimizer.state[held.parameter]
+                for key, plane in (("exp_avg", planes.m), ("exp_avg_sq", planes.v)):
+                    state[key] = torch.zeros_like(held.parameter)
+                    own = local(state[key])
+                    own.copy_(unit.layout.view(plane, entry_name)[held.box.slices].reshape(own.shape))
+
+    def boxes(self, unit: str) -> dict[str, list[tuple[slice, ...]]]:
+        """What this rank holds of a unit's parameters: name -> the box of each end of a tie, or of the one there is."""
+        return {
+            full: [h.box.slices for h in self._held[full]]
+            for _, full in self._unit(unit).full_names()
+            if full in self._held
+        }
+
+    @torch.no_grad()
+    def write_boxes(self, found: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Fill masters and moments from the (3, box) of every box of `boxes`."""
+        for name, values in found.items():
+            for held, value in zip(self._held[name], values, strict=True):
+                state = held.optimizer.state[held.parameter]
+                own = local(held.parameter)
+                own.copy_(value[0].reshape(own.shape))
+                for key, moment in (("exp_avg", value[1]), ("exp_avg_sq", value[2])):
+                    state[key] = torch.zeros_like(held.parameter)
+                    local(state[key]).copy_(moment.reshape(own.shape))
+
+    def set_updates(self, updates: int) -> None:
+        """The number of updates behind the moments that were restored."""
+        for held in (h for several in self._held.values() for h in several):
+            if updates == 0:
+                held.optimizer.state.pop(held.parameter, None)
+            else:
+                here = local(held.parameter).device  # where the fused kernel wants the count
+                held.optimizer.state[held.parameter]["step"] = torch.tensor(float(updates), device=here)
+
+    # ---------------------------------------------------------------- out
+
+    def sent_names(self, unit: str) -> list[str]:
+        """Parameters of a unit of which this rank sends a box. See [Note: who sends what]."""
+        return self._sent_by(dist.get_rank(), unit)
+
+    def sent_bytes(self, unit: str, planes: int) -> int:
+        """Of what `part` gives for them."""
+        return 4 * planes * sum(math.prod(self._senders[dist.get_rank()][name].sizes) for name in self.sent_names(unit))
+
+    def zeros(self, name: str, planes: int) -> torch.Tensor:
+        """(planes, box), of the size that `part` gives."""
+        return self._values(dist.get_rank(), name, planes).zero_()
+
+    def part(self, name: str, planes: int) -> torch.Tensor:
+        """(planes, box): this rank's master, and with 3 planes m and v, in fp32: a copy on the CPU, made when it returns.
+
+        The device holds no copy in between: three planes of an embedding are gigabytes, which a save may not find there.
+        """
+        held = self._held[name][0]
+        state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
+        sources = [held.parameter.detach(), *(state.get(key) for key in ("exp_avg", "exp_avg_sq"))]
+        values = self.zeros(name, planes)
+        for value, source in zip(values, sources, strict=False):
+            if source is not None:
+                value.copy_(local(source).reshape(value.shape))
+        return values
+
+    def empty_planes(self, unit: str, planes: int) -> UnitPlanes:
+        """For `gather` to fill; with 1 plane there are no m and v."""
+        return _empty_planes(self._unit(unit), planes)
+
+    def gather(
+        self,
+        units: Mapping[int, str],
+        whole: UnitPlanes | None,
+        read: Callable[[str], torch.Tensor],
+        group: dist.ProcessGroup,
+        planes: int,
+    ) -> None:
+        """Units at once, each to the rank that it is for. Collective. See [Note: many gathers at once].
+
+        Args:
+            units: Rank -> the unit that it gets.
+            whole: On these ranks, `empty_planes` of the unit, which are filled; None elsewhere.
+            read: Gives what `part` gives, now or from a copy.
+            group: All ranks, with gloo.
+            planes: 3, or 1 for masters alone.
+        """
+        me, world = dist.get_rank(), dist.get_world_size()
+        for turn in range(world):
+            source, target = (me + turn) % world, (me - turn) % world
+            incoming = self._sent_by(source, units[me]) if me in units else []
+            outgoing = self._sent_by(me, units[target]) if target in units else []
+            if turn == 0:
+                for name in incoming:
+                    self._lay_in(whole, me, name, read(name))
+                continue
+            for coming, going in itertools.zip_longest(incoming, outgoing):
+                values = self._values(source, coming, planes) if coming is not None else torch.empty(0)
+                arrival = dist.irecv(values, src=source, group=group) if coming is not None else None
+                if going is not None:
+                    dist.send(read(going), dst=target, group=group)
+                if coming is not None and arrival is not None:
+                    arrival.wait()
+                    self._lay_in(whole, source, coming, values)
+
+    def _values(self, sender: int, name: str, planes: int) -> torch.Tensor:
+        """Room for what a rank sends of a parameter, (planes, box)."""
+        return torch.empty((planes, *self._senders[sender][name].sizes), dtype=torch.float32)
+
+    def _sent_by(self, rank: int, unit: str) -> list[str]:
+        return [full for _, full in self._unit(unit).full_names() if full in self._senders[rank]]
+
+    def _lay_in(self, whole: UnitPlanes | None, sender: int, name: str, values: torch.Tensor) -> None:
+        """Put a box of a parameter, (planes, box), where it belongs in its unit."""
+        assert whole is not None
+        local_name = name.removeprefix(self._unit(whole.name).prefix)
+        for plane, value in zip((whole.hi, whole.m, whole.v), values, strict=False):
+            whole.layout.view(plane, local_name)[self._senders[sender][name].slices] = value
+
+    def _unit(self, name: str) -> Unit:
+        return next(unit for unit in self._structure.units if unit.name == name)
+
+
+def _empty_planes(unit: Unit, planes: int) -> UnitPlanes:
+    sizes = [unit.layout.numel if number < planes else 0 for number in range(3)]
+    hi, m, v = (torch.zeros(size, dtype=torch.float32) for size in sizes)
+    return UnitPlanes(unit.name, unit.layout, hi, None, m, v)
+
+
+def agree(ok: bool, device: torch.device) -> bool:
+    """Rank 0's word, on every rank. Collective."""
+    word = torch.tensor([int(ok)], device=device)
+    dist.broadcast(word, src=0)
+    return bool(word.item())
+
+
+def everyone(ok: bool, device: torch.device) -> bool:
+    """Whether all ranks say yes. Collective."""
+    word = torch.tensor([int(ok)], device=device)
+    dist.all_reduce(word, op=dist.ReduceOp.MIN)
+    return bool(word.item())

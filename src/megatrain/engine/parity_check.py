@@ -1,0 +1,521 @@
+"""The parity gate: what no test covers is verified on a tiny copy of the model's config before a run starts.
+
+    verify_family    loss and every gradient of the family, streamed, against plain Hugging Face
+    verify_packing   documents packed into one row against the same documents alone, in plain Hugging Face
+
+    token_wise       which modules of the family compute each token by itself, and so may compute a long row in chunks
+
+All in fp32 on the CPU; each takes a fraction of a second. The first two raise `UserError` for what differs or cannot run: nothing
+is trained wrong silently.
+
+[Note: tiny copies]
+A tiny copy has the family's own code, switches and kinds of layers, but small widths, few layers and a small vocabulary.
+Sizes depend on each other in ways that only the family knows (rotary tables as wide as a head, groups of experts), so there are
+several recipes, from the smallest on, and the copy is the first model that plain Hugging Face itself can run. A recipe that
+gives a model of more than `MOST_PARAMETERS` is not built.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from megatrain.errors import MegatrainError, UserError
+from megatrain.models.chunked_mlp import Place, token_wise_places
+from megatrain.models.families import TESTED
+from megatrain.models.structure import dissect
+
+logger = logging.getLogger(__name__)
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+"""Relative, in fp32. What computes the same differs by rounding alone (1e-7); a missing multiplier or mask is off by 1e-2."""
+PACKING_TOLERANCE = 1e-4
+"""Of logits, relative to the largest. Documents that see each other move them by more than 1e-2."""
+MOST_PARAMETERS = 50_000_000
+TOKENS, ROWS = 24, 3
+SEEDS = (0, 1)
+"""Of batches. Two, because a router's near tie may fall either way in chunks of another size: what is wrong is wrong in both."""
+DOCUMENTS = ((7, 9, 8), (10, 14))
+"""Lengths of the documents in each packed row: shorter and longer than the tiny sliding window. None is longer than the tiny
+`index_topk`: sparse attention chooses keys by scores that are often equal, and which of them it takes depends on the row."""
+
+WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "embedding_size": 64,
+    "intermediate_size_mlp": 96,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "ffn_hidden_size": 96,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "lru_width": 64,
+    "mamba_d_ssm": 128,
+}
+HEADS = {
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "rotary_dim": 8,
+    "kv_channels": 16,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+}
+LENGTHS = {
+    "vocab_size": 97,
+    "vocab_size_per_layer_input": 97,
+    "max_position_embeddings": 128,
+    "n_ctx": 128,
+    "sliding_window": 8,
+    "attention_window_size": 8,
+    "window_size": 8,
+    "attention_chunk_size": 8,
+    "local_attention": 16,
+    "index_topk": 16,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "block_size": 8,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "state_size": 8,
+}
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 16),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k"), 4),
+    "n_group": 4,
+    "topk_group": 2,
+    "zero_expert_num": 4,
+}
+DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "n_dense_layers")
+"""Number of layers at the bottom that are of another kind than those above."""
+LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "attention_layers")
+"""A kind per layer; in some families derived from other fields."""
+
+
+def verify_family(config: PreTrainedConfig, *, always: bool = False, trust_remote_code: bool = False) -> None:
+    """Compare a tiny copy of the family with plain Hugging Face. The answer is remembered for each config.
+
+    Families of the tested list are compared as well, because the list knows nothing of a config's switches (layers that share
+    keys and values, for example). It speaks for them where no tiny copy can be made.
+
+    Args:
+        config: The config of the model that is about to be trained; not changed.
+        always: Compare again, and do not let the tested list stand for a comparison.
+        trust_remote_code: Whether the family's own code may run.
+
+    Raises:
+        UserError: The family cannot run this way, or differs.
+    """
+    if always:
+        _family_refusal.cache_clear()
+    refusal = _family_refusal(_Key.of(config), trust_remote_code, config.model_type in TESTED and not always)
+    if refusal is not None:
+        raise UserError(*refusal)
+
+
+def verify_packing(
+    config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Check that plain Hugging Face keeps packed documents apart: each gets the logits that it gets alone.
+
+    Families differ in this, and releases of transformers too. The answer is remembered for each config.
+
+    Args:
+        config: The config of the model that is about to see packed rows; not changed.
+        attn_implementation: The one the model will use; None is the family's default.
+        trust_remote_code: Whether the family's own code may run.
+
+    Raises:
+        UserError: Documents would see each other, or that cannot be found out.
+    """
+    what = _packing_refusal(_Key.of(config), attn_implementation, trust_remote_code)
+    if what is not None:
+        raise UserError(
+            what, f"model type {config.model_type}", "set data.packing: false, which gives a document per row"
+        )
+
+
+def token_wise(
+    config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Mapping[Place, str]:
+    """Modules that may be computed in chunks of tokens, each with what speaks against it; see `token_wise_places`.
+
+    Empty, with a warning, where no tiny copy of the config runs. The answer is remembered for each config.
+    """
+    return _token_wise(_Key.of(config), attn_implementation, trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A config as the key of a cache: equal where all its fields are."""
+
+    fields: str
+    config: PreTrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> _Key:
+        return cls(json.dumps(config.to_dict(), sort_keys=True, default=str), config)
+
+
+Refusal = tuple[str, str, str | None]
+"""What, where and remedy of a UserError."""
+
+
+@functools.lru_cache(maxsize=64)
+def _family_refusal(key: _Key, trust_remote_code: bool, tested: bool) -> Refusal | None:
+    """Why a family cannot be trained, None where it can."""
+    where = f"model type {key.config.model_type}"
+    logger.info("verifying the family %s on a tiny copy of its config", key.config.model_type)
+    try:
+        model = _tiny_model(key.config, None, trust_remote_code)
+    except _NoTinyCopy as error:
+        if tested:
+            logger.warning("%s: %s; going on, since its parity is part of the test suite", where, error)
+            return None
+        return f"{error}, so the family cannot be verified", where, "it is not supported by the host engine yet"
+    return _difference(model, where)
+
+
+@functools.lru_cache(maxsize=64)
+def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) -> str | None:
+    """Why packed rows cannot be trained, None where they can."""
+    try:
+        model = _tiny_model(key.config, attention, trust_remote_code)
+    except _NoTinyCopy as error:
+        return f"{error}, so nothing is known of packed rows"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} takes no position_ids, so documents in one row would see each other"
+    error = _packing_error(model.eval())
+    if error <= PACKING_TOLERANCE:
+        return None
+    used = getattr(model.config, "_attn_implementation", None) or "its own"
+    return (
+        f"documents in one row see each other in transformers {transformers.__version__} with {used} attention "
+        f"(logits off by {error:.0e})"
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Mapping[Place, str]:
+    try:
+        model = _tiny_model(key.config, attention, trust_remote_code).eval()
+    except _NoTinyCopy as error:
+        logger.warning("%s, so it is not known which modules are token-wise: MLPs are computed whole", error)
+        return {}
+    structure = dissect(model)
+    ids_BT = _batch(model, seed=0)["input_ids"]
+    return token_wise_places(
+        model.get_submodule(structure.base_name),
+        list(structure.layer_stack()),
+        lambda: model(input_ids=ids_BT, use_cache=False),
+    )
+
+
+def _packing_error(model: Any) -> float:
+    """Largest difference between the logits of packed documents and those of the same documents alone, relative."""
+    generator = torch.Generator().manual_seed(0)
+    length = sum(DOCUMENTS[0])
+    ids_BT = torch.randint(3, _vocabulary(model), (len(DOCUMENTS), length), generator=generator)
+    positions_BT = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    worst = 0.0
+    with torch.no_grad():
+        for rows in (slice(0, 2), slice(0, 1)):  # some families take another path for a single row
+            packed_BTV = model(input_ids=ids_BT[rows], position_ids=positions_BT[rows], use_cache=False).logits
+            for row, documents in enumerate(DOCUMENTS[rows]):
+                start = 0
+                for n in documents:
+                    alone_1TV = model(input_ids=ids_BT[row : row + 1, start : start + n], use_cache=False).logits
+                    difference = (packed_BTV[row, start : start + n] - alone_1TV[0]).abs().max() / alone_1TV.abs().max()
+                    worst = max(worst, math.inf if difference.isnan() else difference.item())
+                    start += n
+    return worst
+
+
+# ---------------------------------------------------------------- tiny copies
+
+
+class _NoTinyCopy(Exception):
+    """No copy of the config runs in plain Hugging Face."""
+
+
+def tiny_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Copies of a config with small sizes; first everything small, then less and less is touched. See [Note: tiny copies]."""
+    recipes: tuple[Callable[[Any], Mapping[str, int]], ...] = (
+        lambda part: WIDTHS | HEADS | LENGTHS | EXPERTS | _few_heads(part) | _in_proportion(part),
+        lambda part: WIDTHS | LENGTHS | EXPERTS | _few_heads(part) | _heads_of_full_size(part),
+        lambda part: LENGTHS | EXPERTS,
+        lambda part: {"vocab_size": LENGTHS["vocab_size"]},
+    )
+    for recipe in recipes:
+        tiny = copy.deepcopy(config)
+        for part in _parts(tiny):
+            _shrink(part, recipe(part))
+        yield tiny
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A config and those inside it (of a text model, of a vision tower)."""
+    inner = [part for value in vars(config).values() if isinstance(value, PreTrainedConfig) for part in _parts(value)]
+    return [config, *inner]
+
+
+def _few_heads(config: Any) -> dict[str, int]:
+    """Four heads, and key-value heads as the family has them: as many, or half of them, or one."""
+    heads, before, kv_before = 4, _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
+    kv_heads = heads if kv_before == before else heads // 2
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_kv_heads": heads // 2}
+
+
+def _in_proportion(config: Any) -> dict[str, int]:
+    """Sizes that families compute from others when a config is made, and then keep."""
+    sizes = {}
+    width, small_width = _size(config, "hidden_size"), WIDTHS["hidden_size"]
+    latent = _size(config, "qk_rope_head_dim")
+    if latent and latent == _size(config, "head_dim"):  # latent attention calls the rotary part of a head `head_dim`
+        sizes["head_dim"] = HEADS["qk_rope_head_dim"]
+    attention_width = _size(config, "attention_hidden_size")
+    if width and attention_width:
+        sizes["attention_hidden_size"] = small_width * attention_width // width
+        sizes["attention_head_dim"] = sizes["attention_hidden_size"] // 4
+    for heads, head_size in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("n_mamba_heads", "mamba_headdim"),
+        ("num_heads", "head_dim"),
+    ):
+        if heads in vars(config) and (_size(config, "mamba_expand") or _size(config, "expand")):
+            inner = small_width * (_size(config, "mamba_expand") or _size(config, "expand") or 1)
+            sizes[head_size] = min(16, _size(config, head_size) or 16)
+            sizes[heads] = inner // sizes[head_size]
+    return sizes
+
+
+def _heads_of_full_size(config: Any) -> dict[str, int]:
+    """Heads of the size they have: tables as wide as a head (long-context factors, rotary sections) stay right."""
+    heads, width = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    return {"hidden_size": 4 * (width // heads)} if heads and width else {}
+
+
+def _get(config: Any, name: str) -> Any:
+    """A field, None where there is none. Of one that differs between layers, the value of most of them."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to read such a field from the whole model's config
+        return config.to_dict()[name]
+
+
+def _size(config: Any, name: str) -> int | None:
+    value = _get(config, name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    """Set a field, unless the family derives it from others."""
+    attribute = getattr(type(config), name, None)
+    if not (isinstance(attribute, property) and attribute.fset is None):
+        setattr(config, name, value)
+
+
+def _shrink(config: Any, sizes: Mapping[str, int]) -> None:
+    """Lower the sizes a config has to the given ones, and its layers to as many as show every kind."""
+    by_layer = config.to_dict().get("per_layer_config") or {}
+    ratios = {
+        int(layer): {name: value / size for name, value in fields.items() if (size := _size(config, name))}
+        for layer, fields in by_layer.items()
+    }
+    for name, value in sizes.items():
+        present = _get(config, name)
+        if isinstance(present, list) and all(type(size) is int for size in present):  # one size per layer
+            _set(config, name, [min(size, value) for size in present])
+        elif (_size(config, name) or 0) > value:
+            _set(config, name, value)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        present = _get(config, name)
+        largest = max(present, default=0) if isinstance(present, list) else present
+        if isinstance(largest, int) and largest >= (_size(config, "vocab_size") or 0):
+            _set(config, name, 0)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
+            _set(config, name, 0.0)
+    _keep_first_layers(config)
+    if by_layer:  # a head that is twice as wide in some layers stays so
+        config.per_layer_config = {
+            layer: {name: int(ratio * (_size(config, name) or 0)) for name, ratio in fields.items()}
+            for layer, fields in ratios.items()
+            if layer < config.num_hidden_layers
+        }
+
+
+def _keep_first_layers(config: Any) -> None:
+    count = _size(config, "num_hidden_layers")
+    if not count:
+        return
+    shared = _size(config, "num_kv_shared_layers")
+    often = 1 if shared else 2  # two of each kind, because layers of a kind may share something
+    lists = [value for name in LAYER_LISTS if isinstance(value := _get(config, name), list)]
+    places = [[i for i, one in enumerate(kinds) if one == kind][:often] for kinds in lists for kind in set(kinds)]
+    layers = max([2, *(found[-1] + 1 for found in places)])
+    layers = max([layers, *((_size(config, name) or 0) + often for name in DENSE_FIRST)])
+    if shared:  # the upper half of the copy uses what the lower half has
+        config.num_kv_shared_layers = shared = min(shared, layers)
+        layers += shared
+    layers = min(count, layers)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == count:  # one entry per layer
+            _set(config, name, value[:layers])
+    config.num_hidden_layers = layers
+
+
+def _tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> Any:
+    """The first tiny copy that plain Hugging Face can run. Random state outside is left as it was."""
+    state, problems = torch.get_rng_state(), []
+    try:
+        for tiny in tiny_configs(config):
+            torch.manual_seed(0)
+            try:
+                model = _build(tiny, attention, trust_remote_code)
+                _plain(model, _batch(model, seed=0))
+                return model
+            except Exception as error:
+                # A config that does not scale down is not the user's fault: whatever it raises, the next copy is tried.
+                problems.append(error)
+                logger.debug("a tiny copy of %s does not run", config.model_type, exc_info=error)
+    finally:
+        torch.set_rng_state(state)
+    raise _NoTinyCopy(f"no tiny copy of this config runs in plain Hugging Face ({_first_line(problems[0])})")
+
+
+def _build(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> nn.Module:
+    """A tiny random model in which nothing has its neutral value: norms are off 1, biases and router corrections off 0."""
+    extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **extra}
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"its smallest copy has {size / 1e6:.0f} M parameters")
+    model = AutoModelForCausalLM.from_config(config, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for name, buffer in model.named_buffers():
+            if "bias" in name and buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer), alpha=0.05)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # made from a number that is no field of the config
+            module.p = 0.0
+    return model.train()
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _batch(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, _vocabulary(model), (ROWS, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients by plain Hugging Face. A model that does not give finite ones is no measure."""
+    model = copy.deepcopy(model)  # some families leave the state of a sequence in their modules
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
+    labels = batch["labels"][:, 1:].reshape(-1)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(len(labels), -1), labels)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if not all(bool(g.isfinite().all()) for g in gradients.values()):
+        raise ValueError("its gradients are not finite")
+    return loss.item(), gradients
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def _difference(model: Any, where: str) -> Refusal | None:
+    """Loss and every gradient of a batch, cut in chunks on megatrain's side, against plain Hugging Face."""
+    from megatrain.engine.host.engine import HostEngine  # the engine calls the gate, the gate runs a tiny engine
+
+    differences: list[str] = []
+    for seed in SEEDS:
+        batch = _batch(model, seed)
+        try:
+            with HostEngine(
+                model, device="cpu", compute_dtype="fp32", microbatch_rows=2, threads=1, verify="never"
+            ) as engine:
+                result = engine.backward(batch)
+                found = dict(engine.named_gradients())
+        except UserError as error:
+            return f"this family cannot be streamed: {error.what}", where, error.remedy
+        except MegatrainError:
+            raise
+        except Exception as error:
+            # Foreign code in a foreign loop can fail in any way; here that is an answer, and nothing is trained.
+            logger.debug("%s cannot be streamed", where, exc_info=error)
+            what = f"this family cannot be streamed: {_first_line(error)}"
+            return what, where, "it is not supported by the host engine yet"
+        loss, gradients = _plain(model, batch)
+        assert result.loss is not None
+        differences = [] if _near(result.loss, loss) else [f"loss {result.loss:.6f} instead of {loss:.6f}"]
+        differences += _gradient_differences(found, gradients)
+        if not differences:
+            return None
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return (
+        f"computed differently from plain Hugging Face: {'; '.join(differences[:3])}{more}",
+        where,
+        "this model is not supported by the host engine; nothing was trained",
+    )
+
+
+def _near(loss: float, wanted: float) -> bool:
+    return abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted)
+
+
+def _gradient_differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """A line for each gradient that is off. The smallest ones may hold rounding alone: they are measured by the largest."""
+    largest = max((g.norm().item() for g in wanted.values()), default=0.0)
+    differences = []
+    for name, gradient in wanted.items():
+        if name not in found:
+            differences.append(f"no gradient of {name}")
+            continue
+        norm, error = gradient.norm().item(), (found[name] - gradient).norm().item()
+        if not error <= GRADIENT_TOLERANCE * (norm + 1e-3 * largest):
+            differences.append(f"gradient of {name} off by {error / max(norm, 1e-30):.0e} of its norm")
+    return differences
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,255 @@
+"""What can be said of a run in a second, before anything slow is begun: paths, folders, and settings that cannot be.
+
+    preflight   for a run: its folder, the checkpoint it goes on from, model and data files, optimizer, device, schedule
+    open_model  the files of the model: config and tokenizer
+
+Every look adds what is wrong to one list. Nothing is tokenised, built or compared here; see check.py for that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config.schema import ChangeName, ParallelConfig, RunConfig
+from megatrain.errors import Problems, UserError, counted
+from megatrain.run import ledger
+from megatrain.run.folder import RunFolder
+from megatrain.run.resume import Start, Steps, refuse_known_changes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from megatrain.optim.adamw import AdamW
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model folder whose small files could be read.
+
+    Attributes:
+        folder: The local folder behind `model.path`.
+        config: Its config.
+        tokenizer: Its Hugging Face tokenizer.
+        vocab_size: Rows of the model's embedding.
+        positions: The most positions it knows; None: no limit.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    tokenizer: Any
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
+    def positions(self) -> int | None:
+        from megatrain.models.build import known_positions
+
+        return known_positions(self.config)
+
+
+def preflight(
+    run: RunConfig, problems: Problems, *, resume: str | None, allowed: Collection[ChangeName]
+) -> tuple[Start, ModelFiles | None]:
+    """Look at everything that is known at once, before training; what is wrong goes into `problems`."""
+    start = Start()
+    with problems.collect():
+        start = _start(run, resume)
+    with problems.collect():
+        _check_folder(run)
+    with problems.collect():
+        optimizer(run)
+    with problems.collect():
+        _check_device(run)
+    with problems.collect():
+        _check_threads(run)
+    if run.engine == "host":
+        _find_mesh_settings(run, problems)
+    steps = None
+    if run.schedule.steps is not None:
+        with problems.collect():
+            steps = steps_of(run)
+    with problems.collect():
+        refuse_known_changes(run, start, steps, allowed)
+    model = preflight_model(run, problems)
+    if model is not None and run.model.init == "pretrained" and start.start_from is None:
+        with problems.collect():
+            _check_weights(model.folder)
+    preflight_data(run, problems, model)
+    return start, model
+
+
+def preflight_model(run: RunConfig, problems: Problems) -> ModelFiles | None:
+    """`open_model`, with its error in `problems`."""
+    with problems.collect():
+        return open_model(run)
+    return None
+
+
+def preflight_data(run: RunConfig, problems: Problems, model: ModelFiles | None) -> None:
+    """What can be said of the data without a tokenizer: whether files, template and cache are there, and rows fit."""
+    from megatrain.data.load import check_row_length
+    from megatrain.data.render import read_template
+    from megatrain.data.sources import find_files
+
+    val = run.data.val.sources or () if run.data.val is not None else ()
+    for name, sources in (("data.train", run.data.train), ("data.val.sources", val)):
+        for number, source in enumerate(sources):
+            with problems.collect():
+                find_files(source.path, f"{name}[{number}].path", subset=source.subset, split=source.split)
+    if run.data.chat_template is not None:
+        with problems.collect():
+            read_template(run.data.chat_template)
+    if run.data.cache_dir is not None:
+        with problems.collect():
+            _check_cache(Path(run.data.cache_dir).expanduser())
+    if model is not None:
+        with problems.collect():
+            check_row_length(run.data.max_tokens, model.positions)
+
+
+def open_model(run: RunConfig) -> ModelFiles:
+    """Config and tokenizer of a run's model.
+
+    Raises:
+        UserError: There is no such model, or it has no usable tokenizer.
+    """
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    folder = find_model_folder(run.model.path)
+    config = load_model_config(folder, run.model.trust_remote_code)
+    return ModelFiles(folder, config, load_tokenizer(folder, run.model.trust_remote_code))
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer that lies in a model folder.
+
+    Raises:
+        UserError: There is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"has no usable tokenizer: {reason}",
+            str(folder),
+            "put the tokenizer's files (tokenizer.json, ...) into the folder",
+        ) from error
+
+
+def optimizer(run: RunConfig) -> AdamW:
+    """The optimizer that the config describes."""
+    from megatrain.optim.adamw import AdamW, ParamGroup
+
+    section = run.optim
+    return AdamW(
+        learning_rate=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+        groups=tuple(ParamGroup(group.pattern, group.weight_decay, group.lr_scale) for group in section.groups),
+    )
+
+
+def steps_of(run: RunConfig, steps_per_epoch: int | None = None) -> Steps:
+    """Length and learning rates of a run.
+
+    Args:
+        run: The config.
+        steps_per_epoch: Counted after packing, so that they are the run's real ones; None where the config gives the number
+            of steps.
+
+    Raises:
+        UserError: The warm-up does not fit.
+    """
+    from megatrain.optim.schedule import Schedule, whole_steps
+
+    section = run.schedule
+    assert steps_per_epoch is not None or section.steps is not None, "a length in epochs needs the data"
+    total = section.total_steps(steps_per_epoch or 0)
+    # A share is less than the whole, and only its rounding makes it all of a short run: one step to try things out must go.
+    share = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else 0
+    warmup = min(share, total - 1) if section.warmup_ratio else section.warmup_steps or 0
+    if warmup >= total:
+        raise UserError(
+            f"a warm-up of {counted(warmup, 'step')} does not fit into a run of {total}"
+            + (f" ({steps_per_epoch} per epoch)" if steps_per_epoch is not None else ""),
+            "schedule.warmup_steps",
+            "shorten the warm-up, or train longer (schedule.epochs, schedule.steps) or in smaller steps "
+            "(batch.tokens_per_step)",
+        )
+    schedule = Schedule(section.kind, total, warmup, section.min_lr_ratio, section.decay_ratio)
+    return Steps(total, warmup, lambda step: run.optim.learning_rate * schedule.lr_factor(step))
+
+
+def refuse_unwritable(folder: Path, remedy: str) -> None:
+    """Raise if a folder cannot be made, or nothing can be written into it.
+
+    Raises:
+        UserError: Names the folder, or the nearest one above it that exists.
+    """
+    place = ledger.nearest_existing(folder)
+    if not place.is_dir():
+        raise UserError("is a file, not a folder", str(place), remedy)
+    if not os.access(place, os.W_OK):
+        raise UserError("is not writable", str(place), remedy)
+
+
+def _start(run: RunConfig, resume: str | None) -> Start:
+    from megatrain.checkpoint.reader import saved_extra
+
+    start_from = RunFolder(run.run.dir).resume_point(resume)
+    return Start(start_from, saved_extra(start_from)) if start_from is not None else Start()
+
+
+def _check_folder(run: RunConfig) -> None:
+    if Path(run.run.dir).is_file():
+        return  # `resume_point` says so
+    refuse_unwritable(Path(run.run.dir), "set run.dir to another place")
+
+
+def _check_cache(folder: Path) -> None:
+    """A cache that exists may be read without being written."""
+    if not folder.is_dir():
+        refuse_unwritable(folder, "set data.cache_dir to another place")
+
+
+def _check_device(run: RunConfig) -> None:
+    from megatrain.engine.host.settings import device_of
+
+    device_of(run.run.device)
+
+
+def _check_threads(run: RunConfig) -> None:
+    from megatrain.engine.host.settings import MOST_THREADS
+
+    if run.run.threads is not None and run.run.threads > MOST_THREADS:
+        raise UserError(
+            f"{run.run.threads} threads are more than the {MOST_THREADS} that this machine can use",
+            "run.threads",
+            "leave it out: the cores of the process are used",
+        )
+
+
+def _find_mesh_settings(run: RunConfig, problems: Problems) -> None:
+    """What the host engine would silently leave aside."""
+    for name in ParallelConfig.model_fields:
+        if getattr(run.parallel, name) != getattr(ParallelConfig(), name):
+            what = "is a setting of the mesh engine"
+            problems.found.append(UserError(what, f"parallel.{name}", "set engine: mesh, or leave it out"))
+
+
+def _check_weights(folder: Path) -> None:
+    """The keys of all weight files, against the index if there is one."""
+    from megatrain.models.weights import find_weight_files
+
+    find_weight_files(folder)

@@ -1,0 +1,326 @@
+"""What a run that goes on must have in common with the run that wrote its checkpoint.
+
+[Note: what a checkpoint remembers of its run]
+`data`: what decides which rows make which step. `schedule`: the settings of the learning rate, and a checksum over the rates
+of all steps taken. `settings`: of the optimizer and of number formats. These must be equal, and of the schedule only the past: a
+run may be prolonged, as long as no step that was taken would have had another learning rate. `computed_in`: what layers compute
+in, also where `precision.compute_dtype` is auto. `held_out`: some of the samples that
+were validated on and not trained. `data_offset`: batches that were left out when the run went back before a divergence.
+`rollbacks`: how often it did.
+
+What differs has a name (`ChangeName`), by which a person allows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain.config.schema import ChangeName, RunConfig
+from megatrain.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from megatrain.data.loader import StepLoader
+    from megatrain.data.rows import PackedRows
+
+logger = logging.getLogger(__name__)
+
+KEYS: dict[str, tuple[ChangeName, str]] = {
+    "rows": ("data", "data (rows)"),
+    "rows_per_epoch": ("data", "data (rows of an epoch)"),
+    "tokens": ("data", "data (tokens)"),
+    "content": ("data", "data (checksum of the samples)"),
+    "max_tokens": ("data", "data.max_tokens"),
+    "rows_per_step": ("batch", "batch.tokens_per_step (rows of a step)"),
+    "seed": ("seed", "run.seed"),
+}
+"""Entry of the fingerprint -> by which name it is allowed to change, and what a person calls it."""
+REMEMBERED_HELD_OUT = 1024
+"""Samples of the held-out ones that a checkpoint remembers: enough to notice that they are trained, few enough to store."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference that matters: the name that allows it, and a sentence."""
+
+    name: ChangeName
+    what: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        start_from: The checkpoint to resume from; None for a run from the beginning.
+        then: What that checkpoint remembers of its run (`saved_extra`); empty without one.
+    """
+
+    start_from: Path | None = None
+    then: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The length of a run and its learning rates.
+
+    Attributes:
+        total: Optimizer steps.
+        warmup: Those in which the learning rate rises.
+        learning_rate_at: Learning rate of a step, 0 the first.
+    """
+
+    total: int
+    warmup: int
+    learning_rate_at: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the checkpoint that a run starts from says of the run so far.
+
+    Attributes:
+        step: The last step taken.
+        data_offset, rollbacks: See [Note: what a step number means] in train.py.
+        remembered: What this run's checkpoints will say of it, beside the numbers above.
+    """
+
+    step: int
+    data_offset: int
+    rollbacks: int
+    remembered: dict[str, Any]
+
+
+def past_of(
+    run: RunConfig,
+    start: Start,
+    loader: StepLoader,
+    val: PackedRows | None,
+    steps: Steps,
+    allowed: Collection[ChangeName],
+) -> Past:
+    """The run so far, and what it will remember of itself. Changes that are allowed are logged.
+
+    Raises:
+        UserError: The run differs from the checkpoint's in what matters.
+    """
+    from megatrain.engine.host.settings import compute_dtype_of, device_of
+
+    rows, then = loader.rows, start.then
+    fingerprint = {
+        "rows": len(rows),
+        "rows_per_epoch": loader.rows_per_epoch,
+        "tokens": rows.stats.tokens,
+        **fingerprint_of_config(run),
+        "content": content_crc32(rows),
+    }
+    schedule = schedule_settings(run, steps.total)
+    remembered = {
+        "data": fingerprint,
+        "schedule": schedule,
+        "settings": settings_of(run),
+        "computed_in": str(compute_dtype_of(run.precision.compute_dtype, device_of(run.run.device))).split(".")[-1],
+        "model": run.model.path,
+        "held_out": held_out_hashes(rows, val),
+    }
+    if start.start_from is None:
+        return Past(0, 0, 0, remembered)
+    began = then.get("model", run.model.path)
+    if began != run.model.path:
+        logger.warning(
+            "model.path is %s, the run began with %s: the weights are the checkpoint's", run.model.path, began
+        )
+    found = [
+        *changed_data(then, fingerprint),
+        *changed_holdout(then, rows),
+        *changed_settings(then, run),
+        *changed_rates(then, schedule, steps.learning_rate_at),
+    ]
+    refuse_changes(found, allowed, start.start_from)
+    for change in found:
+        logger.warning("%s: allowed", change.what)
+    if not any(change.name == "schedule" for change in found):
+        for difference in differences(then, schedule):
+            logger.info("%s; the learning rates so far are the same", difference)
+    return Past(int(then["step"]), then.get("data_offset", 0), then.get("rollbacks", 0), remembered)
+
+
+def refuse_known_changes(run: RunConfig, start: Start, steps: Steps | None, allowed: Collection[ChangeName]) -> None:
+    """The part of `past_of` that needs no data.
+
+    Args:
+        steps: None: their number is not known without the data.
+
+    Raises:
+        UserError: As `past_of`.
+    """
+    if start.start_from is None:
+        return
+    found = [*changed_data(start.then, fingerprint_of_config(run)), *changed_settings(start.then, run)]
+    if steps is not None:
+        found += changed_rates(start.then, schedule_settings(run, steps.total), steps.learning_rate_at)
+    refuse_changes(found, allowed, start.start_from)
+
+
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """Settings that change every step, as JSON values, by their names in the config."""
+    optim = run.optim.model_dump(mode="json", exclude={"learning_rate"})
+    return {
+        **{f"optim.{name}": value for name, value in optim.items()},
+        "precision.compute_dtype": run.precision.compute_dtype,
+    }
+
+
+def fingerprint_of_config(run: RunConfig) -> dict[str, int]:
+    """The entries of a run's fingerprint that are known before its data is read."""
+    return {"max_tokens": run.data.max_tokens, "rows_per_step": run.rows_per_step, "seed": run.run.seed}
+
+
+def content_crc32(rows: PackedRows) -> int:
+    """Checksum of the samples and of how they lie in rows."""
+    crc = 0
+    for group in rows.groups:
+        for array in (group.store.hashes, group.segments.samples, group.segments.rows, group.segments.lengths):
+            crc = zlib.crc32(memoryview(array.tobytes()), crc)
+    return crc
+
+
+def held_out_hashes(rows: PackedRows, val: PackedRows | None) -> str:
+    """The least hashes of validation samples that are not trained, at most `REMEMBERED_HELD_OUT`, as hexadecimal uint64."""
+    if val is None:
+        return ""
+    return np.setdiff1d(_hashes(val), _hashes(rows))[:REMEMBERED_HELD_OUT].tobytes().hex()
+
+
+def _hashes(rows: PackedRows) -> np.ndarray:
+    """(S,) uint64: hashes of the samples in the rows, sorted, each once."""
+    return np.unique(np.concatenate([group.store.hashes[group.segments.samples] for group in rows.groups]))
+
+
+class PastRates:
+    """Checksum over the learning rates of steps 1 to n, kept up to date a step at a time.
+
+    Args:
+        rate_at: Learning rate of a step, 0 the first.
+        steps: n at the beginning.
+    """
+
+    def __init__(self, rate_at: Callable[[int], float], steps: int = 0):
+        self._rate_at = rate_at
+        self.crc32 = 0
+        self.steps = 0
+        self.extend_to(steps)
+
+    def extend_to(self, steps: int) -> None:
+        """Take in the rates up to step `steps`; going back starts over."""
+        if steps < self.steps:
+            self.crc32 = self.steps = 0
+        while self.steps < steps:
+            self.crc32 = zlib.crc32(struct.pack("<d", self._rate_at(self.steps)), self.crc32)
+            self.steps += 1
+
+
+def schedule_settings(run: RunConfig, total_steps: int) -> dict[str, Any]:
+    """What decides the learning rate, for people."""
+    return {
+        "optim.learning_rate": run.optim.learning_rate,
+        "schedule.kind": run.schedule.kind,
+        "schedule.warmup_ratio": run.schedule.warmup_ratio,
+        "schedule.warmup_steps": run.schedule.warmup_steps,
+        "schedule.min_lr_ratio": run.schedule.min_lr_ratio,
+        "schedule.decay_ratio": run.schedule.decay_ratio,
+        "total steps": total_steps,
+    }
+
+
+def changed_data(then: Mapping[str, Any], data: Mapping[str, Any]) -> list[Change]:
+    """Entries of the fingerprint that are not the checkpoint's.
+
+    Args:
+        then: The checkpoint's `extra`.
+        data: Of the run that goes on, or what is known of it.
+    """
+    old = then.get("data", {})
+    return [
+        Change(KEYS[name][0], f"{KEYS[name][1]} was {old[name]} and is {value}")
+        for name, value in data.items()
+        if name in old and old[name] != value
+    ]
+
+
+def changed_settings(then: Mapping[str, Any], run: RunConfig) -> list[Change]:
+    """Settings of optimizer and formats that are not the checkpoint's."""
+    old = then.get("settings", {})
+    names: dict[str, ChangeName] = {"optim": "optim", "precision": "precision"}
+    return [
+        Change(names[key.partition(".")[0]], f"{key} was {_yaml(old[key])} and is {_yaml(value)}")
+        for key, value in settings_of(run).items()
+        if key in old and old[key] != value
+    ]
+
+
+def changed_rates(
+    then: Mapping[str, Any], schedule: Mapping[str, Any], rate_at: Callable[[int], float]
+) -> list[Change]:
+    """Whether a step that was taken would have had another learning rate, and what makes the difference."""
+    past = then.get("past_rates_crc32")
+    if past is None or past == PastRates(rate_at, int(then["step"])).crc32:
+        return []
+    why = "; ".join(differences(then, schedule))
+    return [
+        Change(
+            "schedule", f"the learning rates of the {counted(then['step'], 'step')} taken would have been others: {why}"
+        )
+    ]
+
+
+def changed_holdout(then: Mapping[str, Any], rows: PackedRows) -> list[Change]:
+    """Whether samples that were held out so far would be trained now: what is measured on them would be worth nothing."""
+    held_out = np.frombuffer(bytes.fromhex(then.get("held_out", "")), np.uint64)
+    moved = int(np.isin(held_out, _hashes(rows)).sum())
+    if not moved:
+        return []
+    what = "they do not measure the run's progress any more"
+    return [
+        Change(
+            "data",
+            f"{moved:,} of {len(held_out):,} samples held out so far (data.val) would be trained now: {what}",
+        )
+    ]
+
+
+def differences(then: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[str]:
+    """Settings of the schedule that are not the checkpoint's."""
+    old = then.get("schedule", {})
+    return [f"{k} was {_yaml(old[k])} and is {_yaml(v)}" for k, v in schedule.items() if k in old and old[k] != v]
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def refuse_changes(found: Collection[Change], allowed: Collection[ChangeName], start_from: Path) -> None:
+    """Raise UserError for the changes that are not allowed, if there are any.
+
+    Raises:
+        UserError: Names every change, and exactly what allows them.
+    """
+    refused = [change for change in found if change.name not in allowed]
+    if not refused:
+        return
+    needed = ",".join(dict.fromkeys(change.name for change in found))
+    rows_again = (
+        " (rows already seen may come again)" if any(c.name in ("data", "batch", "seed") for c in found) else ""
+    )
+    raise UserError(
+        "the run does not go on as it began: " + "; ".join(change.what for change in refused),
+        f"--resume {start_from}",
+        f"set it back; or go on all the same with --allow-changes {needed}{rows_again}",
+    )

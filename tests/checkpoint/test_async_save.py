@@ -1,0 +1,708 @@
+"""Saves while training goes on, and loads that stream in behind the first forward, on the real engine."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from families import BY_NAME, batch, build
+from hosted import as_bits
+from megatrain.checkpoint import async_save as background
+from megatrain.checkpoint import copies, files, reader
+from megatrain.checkpoint.async_save import RunningSave, SaveCancelled, UnitState
+from megatrain.checkpoint.copies import CopyMemory
+from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
+from megatrain.device.copier import HostReader
+from megatrain.engine.host.engine import HostEngine
+from megatrain.errors import EngineClosed, UserError
+from megatrain.optim.adamw import AdamW
+
+LLAMA = BY_NAME["llama"]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "whole masters": {"compute_dtype": "fp32"},
+    "accumulation_steps": {"accumulation_steps": 2},
+    "resident": {"resident": "all"},
+    "partly resident": {"resident": ["layer.0", "head"]},
+    "kept": {"kept": "all"},
+    "eaten": {"gradient_plane": False, "optim": AdamW(max_grad_norm=None, learning_rate=1e-3)},
+}
+
+
+def engine_of(family: str = "llama", **options: Any) -> HostEngine:
+    standard = {"compute_dtype": "bf16", "threads": 2, "verify": "never", "optim": AdamW(learning_rate=1e-3)}
+    return HostEngine(build(BY_NAME[family], seed=0), device="cpu", **{**standard, **options})
+
+
+def data(count: int, first: int = 0, family: str = "llama") -> list[dict[str, torch.Tensor]]:
+    made = range(first, first + count)
+    return [batch(BY_NAME[family], seed=seed, rows=4, tokens=16, kind="padded") for seed in made]
+
+
+def train(engine: HostEngine, batches: list[dict[str, torch.Tensor]]) -> list[float | None]:
+    return [engine.train_step(one).loss for one in batches]
+
+
+def planes_of(engine: HostEngine) -> dict[str, torch.Tensor]:
+    """Every plane that is state, copied."""
+    engine._optimizer.wait_all()
+    return {
+        f"{name}.{kind}": plane.clone()
+        for name, planes in engine.store.units.items()
+        for kind, plane in planes.state().items()
+    }
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(as_bits(one[name]), as_bits(other[name])), name
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes every write of a save take a while."""
+
+    def slow(seconds: float) -> None:
+        real = os.write
+
+        def write(fd: int, piece: Any) -> int:
+            if threading.current_thread().name == "checkpoint-save":
+                time.sleep(seconds)
+            return real(fd, piece)
+
+        monkeypatch.setattr(os, "write", write)
+
+    return slow
+
+
+@pytest.fixture
+def writer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer of a save starts only when a unit has been copied."""
+    copied = threading.Event()
+    ended, write = RunningSave._copy_ended, background.write_planned
+
+    def copying(self: RunningSave, *arguments: Any) -> None:
+        ended(self, *arguments)
+        copied.set()
+
+    def writing(*arguments: Any) -> float:
+        assert copied.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(RunningSave, "_copy_ended", copying)
+    monkeypatch.setattr(background, "write_planned", writing)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("buffer_bytes", [1, 10**9], ids=["no room", "room for all"])
+def test_a_save_under_training_is_of_one_step_and_resumes_exactly(
+    placement: str, buffer_bytes: int, tmp_path: Path, writer_behind: None
+) -> None:
+    """CASES 21: 3 + save + 3 equals 6, where the save is written under the second 3 and read under the first forward."""
+    options = PLACEMENTS[placement]
+    batches = data(6)
+    with engine_of(**options) as straight:
+        losses = train(straight, batches)
+        wanted = planes_of(straight)
+    with engine_of(**options) as first:
+        train(first, batches[:3])
+        then = planes_of(first)
+        save = first.save(tmp_path / "ckpt", {"at": 3}, wait=False, buffer_bytes=buffer_bytes)
+        assert train(first, batches[3:]) == losses[3:]
+        assert_same(planes_of(first), wanted)
+        progress = save.result()
+    assert progress.copied_bytes > 0
+    with engine_of(**options) as resumed:
+        assert resumed.load(tmp_path / "ckpt") == {"at": 3}
+        assert_same(planes_of(resumed), then)
+    with engine_of(**options) as resumed:
+        resumed.load(tmp_path / "ckpt", wait=False)
+        assert (resumed.step, resumed.updates) == (3, 3)
+        assert train(resumed, batches[3:]) == losses[3:]
+        assert_same(planes_of(resumed), wanted)
+
+
+def test_any_placement_reads_any_others(tmp_path: Path) -> None:
+    """What is on the disk does not depend on where the units live."""
+    with engine_of(resident=["layer.1"], kept="all") as engine:
+        train(engine, data(2))
+        engine.save(tmp_path / "ckpt")
+        wanted = dict(engine.named_parameters())
+    for options in PLACEMENTS.values():
+        with engine_of(**options) as other:
+            other.load(tmp_path / "ckpt", wait=False)
+            for name, master in other.named_parameters():
+                assert torch.equal(master, wanted[name]), name
+
+
+@pytest.mark.parametrize("placement", ["host", "resident", "partly resident"])
+def test_units_are_copied_before_anybody_asks(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the writer held: all that is there for it was copied ahead."""
+    go_on, write = threading.Event(), background.write_planned
+    monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
+    with engine_of(**PLACEMENTS[placement]) as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        save._ahead.join(30)
+        assert set(save._states.values()) == {UnitState.COPIED}
+        assert save.progress().copied_bytes == sum(
+            plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values()
+        )
+        train(engine, data(2))
+        go_on.set()
+        save.result()
+
+
+def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with engine_of(resident="all", kept="all") as engine:
+        train(engine, data(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(HostReader, "read", no_memory)
+            save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+            save._ahead.join(30)
+            with pytest.raises(OSError, match="no memory"):
+                save.result(30)
+        train(engine, data(2))
+        assert not (tmp_path / "one").exists()
+        engine.save(tmp_path / "two")
+
+
+@pytest.mark.parametrize("refused_from", [0, 5])
+def test_without_memory_for_copies_updates_wait_for_the_writer(
+    refused_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
+) -> None:
+    """The save loses nothing, and neither side waits for a copy that nobody makes."""
+    slow_disk(0.001)
+    made, mapped = itertools.count(), CopyMemory.like
+
+    def short(self: CopyMemory, plane: torch.Tensor) -> torch.Tensor:
+        if next(made) >= refused_from:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mapped(self, plane)
+
+    monkeypatch.setattr(CopyMemory, "like", short)
+    with engine_of() as engine:
+        train(engine, data(1))
+        then = planes_of(engine)
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        train(engine, data(2, 1))
+        save.result(60)
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
+
+
+@pytest.mark.parametrize("placement", ["host", "partly resident", "whole masters"])
+def test_prepared_memory_is_what_the_copies_take(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
+) -> None:
+    """All of it, and no more is mapped; what a save has left over goes back with its end, or with the engine's."""
+    slow_disk(0.001)
+    with engine_of(**PLACEMENTS[placement]) as engine:
+        train(engine, data(1))
+        then = planes_of(engine)
+        size = sum(plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values())
+        memory = engine._desk._memory
+        engine.prepare_save()
+        engine.prepare_save()  # while the first one works, or when all is there: nothing more
+        assert memory._toucher is not None
+        memory._toucher.join(30)
+        assert memory.ready_bytes == size
+        with monkeypatch.context() as patch:
+            patch.setattr(copies, "Arena", lambda size: pytest.fail("mapped during the save"))
+            save = engine.save(tmp_path / "ckpt", wait=False)
+            train(engine, data(2, 1))
+            assert save.result(60).copied_bytes > 0
+        assert memory.ready_bytes == 0
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
+        engine.prepare_save(size // 2)
+        assert memory._toucher is not None
+        memory._toucher.join(30)
+        assert 0 < memory.ready_bytes <= size // 2
+    assert memory.ready_bytes == 0
+
+
+def test_no_memory_is_prepared_that_the_host_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "available_host_bytes", lambda: copies.LEFT_BYTES + 5000)
+    memory = CopyMemory()
+    memory.prepare([4096, 1 << 20, 4096])
+    assert memory._toucher is not None
+    memory._toucher.join(30)
+    assert memory.ready_bytes == 4096
+    assert memory.missing_bytes([torch.empty(1024), torch.empty(1024), torch.empty(512)]) == 4096 + 2048
+
+
+def test_a_save_of_weights_copies_weights(tmp_path: Path, writer_behind: None) -> None:
+    with engine_of() as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "weights", wait=False, weights_only=True)
+        train(engine, data(1, 1))
+        planes = engine.store.units.values()
+        assert 0 < save.result(60).copied_bytes <= sum(4 * each.layout.numel for each in planes)
+
+
+@pytest.mark.parametrize("placement", ["host", "partly resident"])
+def test_copies_take_no_memory_that_the_host_does_not_have(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
+) -> None:
+    """A save on a full host costs waits, not the run."""
+    slow_disk(0.001)
+    monkeypatch.setattr(background, "available_host_bytes", lambda: background.LEFT_BYTES)
+    with engine_of(**PLACEMENTS[placement]) as engine:
+        train(engine, data(1))
+        then = planes_of(engine)
+        save = engine.save(tmp_path / "ckpt", wait=False)
+        train(engine, data(2, 1))
+        assert save.result(60).copied_bytes == 0
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
+
+
+def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    go_on, write = threading.Event(), background.write_planned
+    monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
+    monkeypatch.setattr(RunningSave, "_copy_ahead", lambda self: None)
+    monkeypatch.setattr(HostReader, "read", no_memory)
+    with engine_of(resident="all", kept="all") as engine, engine_of(resident="all", kept="all") as calm:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+        train(engine, data(1, 1))
+        go_on.set()
+        with pytest.raises(OSError, match="no memory"):
+            save.result(60)
+        train(calm, data(2))
+        assert_same(planes_of(engine), planes_of(calm))
+    assert not (tmp_path / "one").exists()
+
+
+def test_copies_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer_behind: None, slow_disk: Callable[[float], None]
+) -> None:
+    """CASES 25, by count: the copies that exist at one time never exceed the buffer."""
+    slow_disk(0.001)
+    most: list[int] = []
+    claim = RunningSave._claim
+
+    def watched(self: RunningSave, unit: str) -> bool:
+        claimed = claim(self, unit)
+        with self._changed:
+            copies = list(self._copies.values())
+        most.append(sum(plane.nbytes for copy in copies for plane in copy.state().values()))
+        return claimed
+
+    monkeypatch.setattr(RunningSave, "_claim", watched)
+    with engine_of() as engine:
+        unit_bytes = {
+            name: sum(p.nbytes for p in planes.state().values()) for name, planes in engine.store.units.items()
+        }
+        limit = 2 * unit_bytes["layer.0"]
+        train(engine, data(1))
+        save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=limit)
+        train(engine, data(3))
+        save.result()
+    assert max(most) > 0
+    assert max(most) <= max(limit, max(unit_bytes.values()))
+
+
+def test_updates_of_written_units_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlap, by order and not by clocks: with the writer held at its last unit, all other units get their next update."""
+    reached, go_on = threading.Event(), threading.Event()
+    write_unit = background.write_planned.__globals__["write_unit"]
+
+    def held(folder: Any, unit: Any, *rest: Any) -> Any:
+        if unit.name == "head":
+            reached.set()
+            assert go_on.wait(30)
+        return write_unit(folder, unit, *rest)
+
+    monkeypatch.setitem(background.write_planned.__globals__, "write_unit", held)
+    with engine_of() as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=1)
+        assert reached.wait(30)
+        train(engine, data(1, 1))
+        for unit in engine.structure.units[:-1]:
+            engine._optimizer._jobs[unit.name].result(30)
+        assert not engine._optimizer.finished("head"), "the head is being written: its update waits"
+        assert save._states["head"] is UnitState.WRITING
+        go_on.set()
+        save.result()
+        train(engine, data(1, 2))
+
+
+def test_one_save_at_a_time_and_the_end_is_told(tmp_path: Path, slow_disk: Callable[[float], None]) -> None:
+    slow_disk(0.005)
+    order: list[str] = []
+    with engine_of() as engine:
+        train(engine, data(1))
+        first = engine.save(tmp_path / "one", wait=False, then=lambda _: order.append("one"))
+        assert not first.done()
+        progress = first.progress()
+        assert 0 <= progress.written_bytes <= progress.total_bytes
+        second = engine.save(tmp_path / "two", wait=False, then=lambda _: order.append("two"))
+        assert first.done()
+        assert second.result().bytes_per_s > 0
+    assert order == ["one", "two"]
+    assert is_complete(tmp_path / "one") and is_complete(tmp_path / "two")
+
+
+def test_close_lets_a_save_end_and_cancel_leaves_nothing(tmp_path: Path, slow_disk: Callable[[float], None]) -> None:
+    slow_disk(0.005)
+    with engine_of() as engine:
+        train(engine, data(1))
+        engine.save(tmp_path / "runs" / "one", wait=False)
+    assert is_complete(tmp_path / "runs" / "one")
+    with pytest.raises(EngineClosed):
+        engine.save(tmp_path / "runs" / "three")
+    with engine_of() as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "runs" / "two", wait=False)
+        engine.cancel_save()
+        with pytest.raises(SaveCancelled):
+            save.result()
+        train(engine, data(2, 1))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+
+
+def test_a_checkpoint_that_is_not_read_back_as_written_never_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES 45: the disk lies about one byte; nobody is told that anything was saved."""
+    told: list[int] = []
+    real = os.write
+
+    def lying(fd: int, piece: Any) -> int:
+        if len(piece) > 1000:
+            wrong = bytearray(piece)
+            wrong[500] ^= 1
+            return real(fd, bytes(wrong))
+        return real(fd, piece)
+
+    with engine_of() as engine:
+        train(engine, data(1))
+        monkeypatch.setattr(os, "write", lying)
+        with pytest.raises(UserError, match=r"was not read back as it was written: .*checksum differs"):
+            engine.save(tmp_path / "runs" / "one", then=lambda _: told.append(1))
+        monkeypatch.undo()
+        assert not told
+        assert not list((tmp_path / "runs").iterdir())
+        engine.save(tmp_path / "runs" / "one", then=lambda _: told.append(1))
+        assert told == [1]
+
+
+# ------------------------------------------------------------------ faults under training
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, at: int, code: int) -> list[str]:
+    """The n-th system call of a save fails, whichever of its threads makes it. Returns the calls seen."""
+    seen: list[str] = []
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            if threading.current_thread().name.startswith("checkpoint"):
+                creates = name != "open" or arguments[1] & (os.O_CREAT | os.O_DIRECTORY)
+                if creates and not (name == "mkdir" and Path(arguments[0]).is_dir()):
+                    seen.append(name)
+                    if len(seen) == at + 1:
+                        raise OSError(code, os.strerror(code))
+            return real(*arguments, **keywords)
+
+        return wrapped
+
+    for name in ("write", "fsync", "open", "mkdir", "rename"):
+        monkeypatch.setattr(os, name, wrap(name, getattr(os, name)))
+    return seen
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_fault_at_a_system_call_of_a_background_save(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous checkpoint stays, nothing is left of the new one, training is not touched, the next step says so."""
+    runs = tmp_path / "runs"
+    batches = data(3)
+    with engine_of() as straight:
+        train(straight, batches)
+        wanted = planes_of(straight)
+    with engine_of() as engine:
+        train(engine, batches[:1])
+        engine.save(runs / "step_1")
+        (tmp_path / "counted").mkdir()  # as `runs`: one system call less
+        with monkeypatch.context() as patch:
+            calls = fail_at(patch, -1, code)
+            engine.save(tmp_path / "counted" / "step_1", wait=False).result()
+        calls = list(calls)
+        assert {"write", "fsync", "open", "mkdir", "rename"} <= set(calls)
+        last_rename = len(calls) - 1 - calls[::-1].index("rename")
+        stride = 9 if code == errno.ENOSPC else 17
+        for at in sorted({*range(0, last_rename, stride), *range(last_rename - 4, last_rename + 1)}):
+            with monkeypatch.context() as patch:
+                fail_at(patch, at, code)
+                save = engine.save(runs / "step_2", wait=False, buffer_bytes=1)
+                save.wait()
+            with pytest.raises(UserError, match=os.strerror(code)):
+                engine.wait_saved()
+            assert [path.name for path in runs.iterdir()] == ["step_1"], f"call {at}, {calls[at]}"
+        assert latest_complete(runs) == runs / "step_1"
+        train(engine, batches[1:])
+        assert_same(planes_of(engine), wanted)
+
+
+@pytest.mark.parametrize("on_error", ["warn", "stop"])
+def test_the_next_step_tells_of_a_failed_save_once(
+    on_error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CASES 18: and an update that waited for the writer goes on when the writer fails."""
+    batches = data(4)
+    with engine_of() as straight:
+        train(straight, batches)
+        wanted = planes_of(straight)
+    with engine_of() as engine:
+        train(engine, batches[:1])
+        with monkeypatch.context() as patch:
+            fail_at(patch, 40, errno.ENOSPC)
+            save = engine.save(tmp_path / "ckpt", wait=False, on_error=on_error, buffer_bytes=1)
+            train(engine, batches[1:2]) if not save.done() else None
+            save.wait()
+        done = engine.step
+        if on_error == "stop":
+            with pytest.raises(UserError, match="No space left"):
+                engine.train_step(batches[done])
+        train(engine, batches[engine.step :])
+        assert_same(planes_of(engine), wanted)
+    assert ("training goes on" in caplog.text) == (on_error == "warn")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
+    """CASES 25: saves in the background, with copies, leave nothing behind."""
+    wide = LlamaConfig(
+        vocab_size=2048, hidden_size=192, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(wide)
+    process, sizes = psutil.Process(), []
+    batches = data(1)
+    with HostEngine(model, device="cpu", compute_dtype="bf16", threads=1, verify="never") as engine:
+        for number in range(26):
+            train(engine, batches)
+            save = engine.save(tmp_path / f"s{number}", wait=False, buffer_bytes=10**9)
+            train(engine, batches)
+            save.result()
+            files.remove_folder(tmp_path / f"s{number}")
+            if number in (5, 25):
+                gc.collect()
+            sizes.append(process.memory_info().rss)
+        state_bytes = sum(p.nbytes for planes in engine.store.units.values() for p in planes.state().values())
+    assert state_bytes > 20 << 20
+    assert sizes[-1] - sizes[5] < state_bytes / 10, [size >> 10 for size in sizes]
+
+
+# ------------------------------------------------------------------ loads
+
+
+def test_the_first_forward_starts_when_the_first_units_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lazy, by order: the reader is held before the last layer until the first layer has been computed."""
+    with engine_of() as engine:
+        train(engine, data(2))
+        engine.save(tmp_path / "ckpt")
+        wanted = train(engine, data(1, 2))
+    reached_layer = threading.Event()
+    restore = OpenCheckpoint.restore
+    last = f"layer.{len(engine.structure.layers) - 1}"
+
+    def held(self: OpenCheckpoint, unit: Any, *rest: Any) -> None:
+        if unit.name == last:
+            assert reached_layer.wait(30), "the forward waits for layers that it does not need yet"
+        restore(self, unit, *rest)
+
+    monkeypatch.setattr(OpenCheckpoint, "restore", held)
+    with engine_of() as again:
+        run_layer = again._flows.runner.run_layer
+
+        def noting(index: int, *rest: Any) -> Any:
+            outputs = run_layer(index, *rest)
+            reached_layer.set()
+            return outputs
+
+        monkeypatch.setattr(again._flows.runner, "run_layer", noting)
+        again.load(tmp_path / "ckpt", wait=False)
+        assert not again._desk.loading.done()  # type: ignore[union-attr]
+        assert train(again, data(1, 2)) == wanted
+
+
+def test_a_load_needs_the_weights_of_one_unit_beside_the_planes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peak memory, by count: what the reader allocates is given back before the next unit."""
+    with engine_of() as engine:
+        engine.save(tmp_path / "ckpt")
+        largest = max(planes.layout.numel for planes in engine.store.units.values()) * 2
+        allocated: list[int] = [0]
+        most = [0]
+        restore, read = OpenCheckpoint.restore, files.SafetensorsReader.read
+
+        def counting_restore(self: OpenCheckpoint, unit: Any, *rest: Any) -> None:
+            allocated[0] = 0
+            restore(self, unit, *rest)
+
+        def counting_read(self: files.SafetensorsReader, name: str) -> torch.Tensor:
+            tensor = read(self, name)
+            allocated[0] += tensor.nbytes
+            most[0] = max(most[0], allocated[0])
+            return tensor
+
+        monkeypatch.setattr(OpenCheckpoint, "restore", counting_restore)
+        monkeypatch.setattr(files.SafetensorsReader, "read", counting_read)
+        engine.load(tmp_path / "ckpt")
+    assert 0 < most[0] <= largest
+
+
+def flip_last_byte(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(bytes(raw))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("resident", [(), ("layer.1",)])
+def test_after_a_failed_load_the_engine_refuses_to_compute(wait: bool, resident: Any, tmp_path: Path) -> None:
+    """CASES 28: some units are the checkpoint's, some are not; nobody trains on that, saves it, or reads it."""
+    with engine_of(resident=resident) as engine:
+        train(engine, data(1))
+        engine.save(tmp_path / "runs" / "step_1")
+        train(engine, data(1, 1))
+        engine.save(tmp_path / "runs" / "step_2")
+        flip_last_byte(tmp_path / "runs" / "step_2" / "state" / "layer.1.safetensors")
+        named = r"layer\.1\.safetensors.*tensor lo/.*the newest other one is .*step_1"
+
+        def load_and_train() -> None:
+            engine.load(tmp_path / "runs" / "step_2", wait=wait)
+            engine.train_step(data(1)[0])
+
+        with pytest.raises(UserError, match=f"(?s){named}"):
+            load_and_train()
+        for call in (
+            lambda: engine.train_step(data(1)[0]),
+            lambda: engine.eval_step(data(1)[0]),
+            lambda: list(engine.named_parameters()),
+            lambda: engine.save(tmp_path / "runs" / "step_3"),
+        ):
+            with pytest.raises(UserError, match=f"(?s)mixture: .*{named}"):
+                call()
+        engine.load(tmp_path / "runs" / "step_1")
+        train(engine, data(1, 1))
+        engine.save(tmp_path / "runs" / "step_3")
+
+
+def test_a_checkpoint_that_is_refused_at_the_door_changes_nothing(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        train(engine, data(1))
+        before = planes_of(engine)
+        with pytest.raises(UserError, match="no manifest"):
+            engine.load(tmp_path)
+        assert_same(planes_of(engine), before)
+        train(engine, data(1))
+
+
+def test_an_engine_without_weights_computes_nothing_before_a_load(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build(LLAMA, seed=0).save_pretrained(folder)
+    options: dict[str, Any] = {"device": "cpu", "compute_dtype": "bf16", "threads": 1, "verify": "never"}
+    with HostEngine(folder, **options) as engine:
+        train(engine, data(1))
+        engine.save(tmp_path / "ckpt")
+        wanted = train(engine, data(1, 1))
+    with HostEngine(folder, init="empty", **options) as empty:
+        for call in (lambda: empty.train_step(data(1)[0]), lambda: empty.save(tmp_path / "nothing")):
+            with pytest.raises(UserError, match="holds no weights"):
+                call()
+        empty.load(tmp_path / "ckpt", wait=False)
+        assert train(empty, data(1, 1)) == wanted
+
+
+def test_a_load_can_be_given_up_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of() as engine:
+        train(engine, data(1))
+        engine.save(tmp_path / "ckpt")
+        wanted = planes_of(engine)
+    restore = OpenCheckpoint.restore
+
+    def slow(self: OpenCheckpoint, *arguments: Any) -> None:
+        time.sleep(0.05)
+        restore(self, *arguments)
+
+    monkeypatch.setattr(OpenCheckpoint, "restore", slow)
+    with engine_of() as again:
+        again.load(tmp_path / "ckpt", wait=False)
+        again.load(tmp_path / "ckpt", wait=False)
+        assert_same(planes_of(again), wanted)
+        train(again, data(1))
+    with engine_of() as closed_early:
+        closed_early.load(tmp_path / "ckpt", wait=False)
+        started = time.monotonic()
+    assert time.monotonic() - started < 0.04 * len(closed_early.structure.units)
+
+
+def test_device_copies_of_buffers_are_refreshed_by_a_load(tmp_path: Path) -> None:
+    """A router's correction bias lives on the device too; a load must reach that copy. Here the copy is a tensor of its own."""
+    with engine_of("deepseek_v3") as engine:
+        name = next(n for n in engine.buffers if "correction_bias" in n)
+        engine.buffers[name].fill_(0.5)
+        engine.save(tmp_path / "ckpt")
+    with engine_of("deepseek_v3") as again:
+        desk = again._desk
+        assert desk is not None
+        mirrors = {n: buffer.clone() for n, buffer in again.buffers.items()}
+        desk._mirrors = mirrors
+        again.load(tmp_path / "ckpt")
+        assert bool((mirrors[name] == 0.5).all())
+        assert bool((again.buffers[name] == 0.5).all())
+
+
+def test_code_of_the_source_goes_along_only_when_it_is_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build(LLAMA, seed=0).save_pretrained(folder)
+    (folder / "modeling_own.py").write_text("x = 1\n")
+    for trusted in (True, False):
+        options: dict[str, Any] = {"device": "cpu", "compute_dtype": "bf16", "threads": 1, "verify": "never"}
+        with HostEngine(folder, trust_remote_code=trusted, **options) as engine:
+            engine.save(tmp_path / f"ckpt_{trusted}")
+        assert (tmp_path / f"ckpt_{trusted}" / "modeling_own.py").exists() == trusted
+
+
+def test_weights_only_in_the_background(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        train(engine, data(1))
+        save = engine.save(tmp_path / "weights", wait=False, weights_only=True)
+        train(engine, data(1, 1))
+        save.result()
+        with pytest.raises(UserError, match="weights only"):
+            engine.load(tmp_path / "weights")
+        train(engine, data(1, 2))
+    assert reader.latest_complete(tmp_path) is None

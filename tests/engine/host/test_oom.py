@@ -1,0 +1,368 @@
+"""Out of device memory is an event: the ladder's rungs, what is said of them, and that they compute the same."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from families import BY_NAME, batch, build
+from megatrain.config.load import load_config
+from megatrain.engine.host import assembly, ladder
+from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.host.ladder import Denser, Situation
+from megatrain.engine.plan import StepShape
+from megatrain.errors import HostMemoryLow, PlanRefused
+from megatrain.optim.adamw import AdamW
+from oom import Allocations
+
+LLAMA = BY_NAME["llama"]
+SHAPE = StepShape(accumulation_steps=1, microbatch_rows=4, head_tokens=256, segment=1, kept=frozenset({1}))
+
+
+def engine_of(**options: Any) -> HostEngine:
+    options = {"compute_dtype": "fp32", "threads": 2, "verify": "never", "optim": AdamW(learning_rate=1e-3), **options}
+    return HostEngine(build(LLAMA, seed=0), device="cpu", **options)
+
+
+def rows_of(seed: int) -> dict[str, torch.Tensor]:
+    return batch(LLAMA, seed=seed, rows=4, tokens=16, kind="padded")
+
+
+def trained(engine: HostEngine, steps: int, first: int = 0) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    found = [engine.train_step(rows_of(step)) for step in range(first, first + steps)]
+    return [(one.loss, one.grad_norm) for one in found], dict(engine.named_parameters())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    for name, weight in one[1].items():
+        assert torch.equal(weight, other[1][name]), name
+
+
+# ------------------------------------------------------------------ the ladder itself
+
+
+def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
+    """What each rung adds, from the first to the last."""
+    denser, found = Denser(), []
+    while True:
+        cut = denser.applied_to(shape)
+        cut = replace(cut, accumulation_steps=max(cut.accumulation_steps, denser.accumulation_steps or 1))
+        resident = situation.resident if denser.resident is None else denser.resident
+        mlp_tokens = denser.mlp_tokens or situation.mlp_tokens
+        following = denser.next(cut, replace(situation, resident=resident, mlp_tokens=mlp_tokens))
+        if following is None:
+            return found
+        found.append(following.step_from(denser))
+        denser = following
+
+
+def test_the_rungs_come_in_their_order() -> None:
+    now = Situation(rows=4, tokens=9000, training=True, offload=True, more_windows=True, resident=3, mlps=True)
+    assert rungs(now) == [
+        "activations.policy: recompute",
+        "batch.microbatch_rows: 2",
+        "batch.microbatch_rows: 1",
+        "batch.head_chunk_tokens: 128",
+        "batch.head_chunk_tokens: 64",
+        "activations.mlp_chunk_tokens: 2048",
+        "activations.mlp_chunk_tokens: 1024",
+        "activations.offload: on",
+        "batch.accumulation_steps: 2",
+        "batch.accumulation_steps: 4",
+        "1 units on the device (memory.device_fraction: None)",
+        "0 units on the device (memory.device_fraction: None)",
+    ]
+
+
+def test_an_evaluation_climbs_only_what_helps_it() -> None:
+    shape = StepShape(accumulation_steps=1, microbatch_rows=2, head_tokens=64, segment=1, kept=frozenset({1}))
+    now = Situation(rows=4, tokens=5000, training=False, offload=False, more_windows=False, resident=1, mlps=True)
+    assert rungs(now, shape) == [
+        "batch.microbatch_rows: 1",
+        "activations.mlp_chunk_tokens: 1024",
+        "0 units on the device (memory.device_fraction: None)",
+    ]
+
+
+LAST = StepShape(accumulation_steps=1, microbatch_rows=1, head_tokens=64, segment=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "planned", "chunks"),
+    [
+        (1 << 18, None, [65536, 32768, 16384, 8192, 4096, 2048, 1024]),
+        (1 << 18, 16384, [8192, 4096, 2048, 1024]),
+        (8192, 16384, [2048, 1024]),  # the planned chunk holds whole rows
+        (8192, 3000, [1500, 1024]),
+        (1500, None, [1024]),
+        (8192, 1024, []),
+        (1024, None, []),
+        (3, None, []),
+    ],
+)
+def test_an_mlp_is_cut_to_a_quarter_of_the_row_and_then_in_halves(
+    tokens: int, planned: int | None, chunks: list[int]
+) -> None:
+    now = Situation(1, tokens, True, False, False, 0, mlps=True, mlp_tokens=planned)
+    assert rungs(now, LAST) == [f"activations.mlp_chunk_tokens: {chunk}" for chunk in chunks]
+    assert rungs(replace(now, mlps=False), LAST) == []
+
+
+def test_what_two_ladders_have_chosen_is_as_dense_as_both() -> None:
+    one = Denser(microbatch_rows=2, head_tokens=64, mlp_tokens=2048, accumulation_steps=2, device_fraction=0.7)
+    other = Denser(recompute=True, microbatch_rows=1, head_tokens=128, offload=True, accumulation_steps=4, resident=0)
+    joined = Denser(True, 1, 64, 2048, True, 4, 0, 0.7)
+    assert one.joined(other) == other.joined(one) == joined
+    assert joined.joined(Denser()) == joined
+
+
+def test_what_was_changed_is_yaml_that_the_config_takes(tmp_path: Path) -> None:
+    denser = Denser(True, 2, 128, 2048, True, 4, 3, 0.71)
+    pasted = YAML(typ="safe").load(denser.yaml)
+    assert pasted == denser.settings
+    base = {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"dir": "r"}}
+    run = load_config({**base, **pasted, "batch": {"tokens_per_step": 8192, **pasted["batch"]}})
+    assert (run.batch.accumulation_steps, run.activations.offload, run.memory.device_fraction) == (4, "on", 0.71)
+    assert run.activations.mlp_chunk_tokens == 2048
+    assert Denser.from_dict({**denser.as_dict(), "of a newer version": 1}) == denser
+    of_an_older = {name: value for name, value in denser.as_dict().items() if name != "mlp_tokens"}
+    assert Denser.from_dict(of_an_older) == replace(denser, mlp_tokens=None)
+
+
+# ------------------------------------------------------------------ in the engine
+
+
+def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """At the first and at the last allocation of every function that makes tensors."""
+    options = {"microbatch_rows": 4, "head_chunk_tokens": 16}
+    with engine_of(**{**options, "microbatch_rows": 2}) as planned:
+        want = trained(planned, 2)
+    data = rows_of(0)
+    with engine_of(**options) as engine, Allocations() as counted:
+        engine.train_step(data)
+    assert {
+        "engine/host/step.py _head",
+        "engine/host/step.py _grad",
+        "engine/host/gradients.py take",
+    } <= counted.seen.keys()
+    for site, count in counted.seen.items():
+        for number in {1, count}:
+            caplog.clear()
+            with engine_of(**options) as engine, caplog.at_level(logging.WARNING):
+                with Allocations((site, number)) as failing:
+                    first = engine.train_step(data)
+                assert failing.failed, site
+                second, weights = trained(engine, 1, first=1)
+                assert_same(([(first.loss, first.grad_norm), *second], weights), want)
+            assert "batch:\n      microbatch_rows: 2" in caplog.text, site
+
+
+def failing_until(engine: HostEngine, monkeypatch: pytest.MonkeyPatch, enough: Any) -> None:
+    """Every layer runs out of memory until `enough()`."""
+    real = engine._flows.runner.shell.call_layer
+
+    def call(*args: Any) -> Any:
+        if not enough():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*args)
+
+    monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 gradients go into a plane of their own type until there are windows, and into an fp32 plane then."""
+    options = {"compute_dtype": compute, "microbatch_rows": 1, "head_chunk_tokens": 64, "offloaded": "all"}
+    with engine_of(**options, accumulation_steps=2) as planned, engine_of(**options) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._flows.accumulation_steps == 2)
+        assert engine.store.grad_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
+        assert_same(trained(engine, 2), trained(planned, 2))
+        assert engine._climb.denser.changes == ("activations.offload: on", "batch.accumulation_steps: 2")
+        assert engine.store.grad_dtype == torch.float32
+
+
+LONG: dict[str, Any] = {"microbatch_rows": 1, "head_chunk_tokens": 64}
+"""What is left to cut of a step whose rows and logits are cut already."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16 tokens are long enough for chunks."""
+    monkeypatch.setattr(ladder, "LEAST_MLP_TOKENS", 2)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("options", "chunk", "rungs"),
+    [
+        ({}, 4, ("activations.mlp_chunk_tokens: 4",)),
+        ({}, 2, ("activations.mlp_chunk_tokens: 2",)),
+        ({"mlp_chunk_tokens": 7, "segment": 2}, 3, ("activations.mlp_chunk_tokens: 3",)),
+        ({"kept": "all"}, 4, ("activations.policy: recompute", "activations.mlp_chunk_tokens: 4")),
+    ],
+    ids=str,
+)
+def test_a_long_row_goes_on_with_mlps_in_chunks_as_if_planned_so(
+    options: dict[str, Any], chunk: int, rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From whole MLPs, and from larger chunks; in training and in evaluation."""
+    with engine_of(**LONG, mlp_chunk_tokens=chunk, segment=options.get("segment")) as planned:
+        want, evaluated = trained(planned, 2), planned.eval_step(rows_of(9))
+    with engine_of(**LONG, **options) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._flows.shell.chunk_tokens == chunk)
+        assert_same(trained(engine, 2), want)
+        assert engine.eval_step(rows_of(9)) == evaluated
+        assert engine._climb.denser.changes == rungs
+        record = engine.train_step(rows_of(2)).pipeline
+    assert record is not None
+    assert f"mlp_chunk_tokens {chunk}" in record.policy
+    with engine_of(**LONG) as whole:
+        assert trained(whole, 2)[1].keys() == want[1].keys()
+        assert any(not torch.equal(weight, want[1][name]) for name, weight in whole.named_parameters())
+
+
+@pytest.mark.usefixtures("short")
+def test_an_evaluation_of_a_long_row_goes_on_with_mlps_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(**LONG, mlp_chunk_tokens=4) as planned:
+        evaluated, want = planned.eval_step(rows_of(9)), trained(planned, 1)
+    with engine_of(**LONG) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._flows.shell.chunk_tokens == 4)
+        assert engine.eval_step(rows_of(9)) == evaluated
+        assert_same(trained(engine, 1), want)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_family_without_an_mlp_of_its_own_has_no_such_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "token_wise", lambda *_, **__: {})
+    with engine_of(**LONG) as engine:
+        failing_until(engine, monkeypatch, lambda: engine._climb.denser.offload)
+        trained(engine, 1)
+        assert engine._climb.denser == Denser(offload=True)
+
+
+def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    options = {"microbatch_rows": 1, "head_chunk_tokens": 64, "offloaded": "all", "accumulation_steps": 4}
+    with engine_of(**options) as streamed:
+        want = trained(streamed, 3)
+    with engine_of(**options, resident=("embedding", "layer.0", "layer.1")) as engine:
+        first = trained(engine, 1)[0]
+        failing_until(engine, monkeypatch, lambda: engine._climb.denser.resident == 0)
+        with caplog.at_level(logging.WARNING):
+            second, weights = trained(engine, 2, first=1)
+        assert not any(planes.resident for planes in engine.store.units.values())
+        assert engine.memory()["device_resident"] == 0
+        # the norm is summed in another order, which shows in its last bit
+        assert_same(([loss for loss, _ in first + second], weights), ([loss for loss, _ in want[0]], want[1]))
+    assert "memory:\n      device_fraction: " in caplog.text
+
+
+def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"microbatch_rows": 2, "head_chunk_tokens": 16}
+    with engine_of(**options) as engine, caplog.at_level(logging.WARNING):
+        data = rows_of(0)
+        with Allocations() as counted:
+            engine.train_step(data)
+        with Allocations(("engine/host/step.py _grad", counted.seen["engine/host/step.py _grad"])):
+            record = engine.train_step(data).pipeline
+    for words in (
+        "in the backward of layer 0: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "GiB  device_slots",
+        "nothing was updated",
+        "computed again with batch.microbatch_rows: 1",
+        "put into its config:\n    batch:\n      microbatch_rows: 1",
+    ):
+        assert words in caplog.text, words
+    assert record is not None
+    assert record.ladder == ("batch.microbatch_rows: 1",)
+    assert "microbatch_rows 1" in record.policy
+
+
+def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"microbatch_rows": 2, "head_chunk_tokens": 64, "offloaded": "all"}
+    with engine_of(**options) as engine:
+        with monkeypatch.context() as patch:
+            failing_until(engine, patch, lambda: engine._flows.accumulation_steps == 2)
+            trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**options) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._climb.denser == engine._climb.denser
+        assert_same(trained(resumed, 2, first=1), want)
+    # a device with more memory starts afresh
+    with engine_of(**options) as larger:
+        larger._climb.device_bytes = 1 << 40
+        larger.load(tmp_path / "one")
+        assert larger._climb.denser == Denser()
+
+
+@pytest.mark.usefixtures("short")
+def test_a_resumed_run_goes_on_with_mlps_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(**LONG) as engine:
+        with monkeypatch.context() as patch:
+            failing_until(engine, patch, lambda: engine._flows.shell.chunk_tokens == 4)
+            trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**LONG) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._climb.denser == Denser(mlp_tokens=4)
+        assert_same(trained(resumed, 2, first=1), want)
+    with engine_of(**LONG, mlp_chunk_tokens=2) as smaller:
+        smaller.load(tmp_path / "one")
+        assert smaller._flows.shell.chunk_tokens == 2
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_stays_as_dense_as_it_was(tmp_path: Path) -> None:
+    with engine_of(microbatch_rows=4) as engine:
+        engine._climb._adopt(Denser(microbatch_rows=2))
+        trained(engine, 1)
+        engine.save(tmp_path / "one")
+        engine._climb._adopt(Denser(microbatch_rows=1, offload=True))
+        engine.load(tmp_path / "one")
+        assert engine._climb.denser == Denser(microbatch_rows=1, offload=True)
+
+
+def test_a_resumed_run_that_keeps_fewer_inputs_offloads_none(tmp_path: Path) -> None:
+    options = {"microbatch_rows": 1, "segment": 2}
+    with engine_of(microbatch_rows=1) as engine:
+        engine._climb._adopt(Denser(offload=True, head_tokens=64))
+        trained(engine, 1)
+        engine.save(tmp_path / "one")
+        want = trained(engine, 2, first=1)
+    with engine_of(**options) as resumed:
+        resumed.load(tmp_path / "one")
+        assert resumed._climb.denser == Denser(head_tokens=64)
+        assert_same(trained(resumed, 2, first=1), want)
+
+
+def test_the_end_of_the_ladder_is_the_ledger() -> None:
+    with engine_of(microbatch_rows=1, head_chunk_tokens=64, offloaded="all", accumulation_steps=4) as engine:
+        engine._climb.denser = Denser(offload=True)
+        with (
+            Allocations(("engine/host/step.py _head", 1)),
+            pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*GiB(.|\n)*densest"),
+        ):
+            engine.train_step(rows_of(0))
+        assert engine.train_step(rows_of(0)).skipped is None
+
+
+def test_a_step_is_interrupted_and_nothing_of_it_is_left() -> None:
+    with engine_of() as calm, engine_of() as engine:
+        want = trained(calm, 2)
+        trained(engine, 1)
+        assert engine.interrupt(HostMemoryLow("low"))
+        with pytest.raises(HostMemoryLow, match="low"):
+            engine.train_step(rows_of(1))
+        assert engine.step == 1
+        assert_same(trained(engine, 1, first=1), (want[0][1:], want[1]))
+    with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as eaten:
+        assert not eaten.interrupt(HostMemoryLow("low"))
+        assert eaten.train_step(rows_of(0)).skipped is None

@@ -1,0 +1,313 @@
+"""Layers stream through the ring in the order of the visit list, ahead of their use and behind their own update."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import BY_NAME, batch, build
+from megatrain.device.copier import DirectCopier
+from megatrain.device.ring import Slot, SlotState, WeightRing
+from megatrain.device.streams import Streams
+from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.host.fetch_order import forward_fetch_order, training_fetch_order
+from megatrain.engine.host.weights import UpdateGate, WeightStream
+from megatrain.errors import UserError
+from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.store import HostStore
+from megatrain.models.structure import Unit
+from megatrain.optim.adamw import AdamW
+
+LAYOUT = FlatLayout.of([("w", (3, 5)), ("b", (4,))])
+
+
+class Updates:
+    """An optimizer some of whose units are still busy. Waiting for one ends it, and is written down."""
+
+    def __init__(self) -> None:
+        self.busy: set[str] = set()
+        self.waited: list[str] = []
+
+    def wait(self, unit: str) -> None:
+        if unit in self.busy:
+            self.waited.append(unit)
+            self.busy.remove(unit)
+
+    def gate(self) -> UpdateGate:
+        return UpdateGate(lambda unit: unit not in self.busy, self.wait)
+
+
+class World:
+    """A store of small layers, whose weights are their number, and a stream over it that counts loads."""
+
+    def __init__(self, layers: int, slots: int = 2, resident: tuple[str, ...] = ()):
+        streams = Streams(torch.device("cpu"))
+        units = [Unit(f"layer.{i}", f"layers.{i}.", LAYOUT, i) for i in range(layers)]
+        self.edges = [Unit(name, "", LAYOUT) for name in ("embedding", "head")]
+        everything = [self.edges[0], *units, self.edges[1]]
+        self.store = HostStore(
+            [(u.name, u.layout) for u in everything],
+            split=False,
+            grad_dtype=None,
+            resident=resident,
+            device=streams.device,
+        )
+        for number, unit in enumerate(everything):
+            self.store.units[unit.name].hi.fill_(number - 1)
+        self.updates, self.loads = Updates(), []
+        copier, numel = DirectCopier(streams), LAYOUT.numel
+
+        def slot() -> Slot:
+            made = Slot(streams, copier, numel, torch.float32, torch.float32)
+            load = made.load
+            made.load = lambda owner, source: (self.loads.append(owner), load(owner, source))[1]  # type: ignore[method-assign]
+            return made
+
+        self.ring = WeightRing([slot() for _ in range(slots)])
+        edge_slots = [(u, None if u.name in resident else slot()) for u in self.edges]
+        self.stream = WeightStream(self.store, units, self.ring, edge_slots, self.updates.gate())
+
+    def visit(self, layer: int) -> None:
+        weights = self.stream.fetch(layer)
+        assert (weights == layer).all(), f"these are not the weights of layer {layer}"
+        self.stream.release(layer)
+
+
+def test_each_layer_is_loaded_before_it_is_fetched() -> None:
+    world = World(4)
+    world.stream.follow(forward_fetch_order(4))
+    world.visit(0)
+    assert world.loads == ["layer.0", "layer.1", "layer.2"], "both slots are busy with what comes next"
+    world.visit(1)
+    assert world.loads[3:] == ["layer.3"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.integers(1, 7),
+    segment=st.integers(1, 4),
+    accumulation_steps=st.integers(1, 2),
+    slots=st.integers(2, 9),
+    data=st.data(),
+)
+def test_every_visit_finds_its_weights_whatever_is_resident_or_late(
+    layers: int, segment: int, accumulation_steps: int, slots: int, data: st.DataObject
+) -> None:
+    names = [f"layer.{i}" for i in range(layers)]
+    resident = data.draw(st.sets(st.sampled_from(names)))
+    world = World(layers, slots, tuple(resident))
+    world.updates.busy = set(data.draw(st.sets(st.sampled_from(names)))) - resident
+    world.stream.follow(visits := training_fetch_order(layers, segment, accumulation_steps))
+    for layer in visits:
+        world.visit(layer)
+    assert not resident & set(world.loads)
+    assert len(world.ring.slots) == slots
+    if slots >= layers:
+        assert len(world.loads) == layers - len(resident), "with room for all, each is loaded once"
+
+
+def test_the_turn_from_forward_to_backward_loads_nothing_twice() -> None:
+    """The last layers are still there; Belady's choice keeps them."""
+    world = World(6, slots=3)
+    world.stream.follow(visits := training_fetch_order(6, 1, 1))
+    for layer in visits:
+        world.visit(layer)
+    assert len(world.loads) == 6 + 6 - 3
+
+
+def test_prefetching_never_blocks_on_an_update() -> None:
+    world = World(4)
+    world.updates.busy = {"layer.1", "layer.2"}
+    world.stream.follow(forward_fetch_order(4))
+    world.visit(0)
+    assert world.updates.waited == []
+    assert world.loads == ["layer.0"]
+    world.updates.busy.remove("layer.1")
+    world.visit(1)
+    assert world.updates.waited == []
+    world.visit(2)
+    assert world.updates.waited == ["layer.2"], "fetch waits for the layer's own update, when it must"
+
+
+def test_time_spent_on_waiting_for_updates_and_bytes_are_counted() -> None:
+    world = World(3)
+    world.stream.follow(forward_fetch_order(3))
+    for layer in range(3):
+        world.visit(layer)
+    assert world.stream.loaded_bytes == 3 * LAYOUT.numel * 4
+    assert world.stream.update_wait_s >= 0
+    assert world.stream.nbytes == 4 * LAYOUT.numel * 4, "two slots and two edges"
+
+
+def test_a_resident_layer_is_read_where_it_lives() -> None:
+    world = World(3, resident=("layer.1",))
+    world.stream.follow(forward_fetch_order(3))
+    world.visit(0)
+    assert world.loads == ["layer.0", "layer.2"], "what comes behind the resident layer is prefetched past it"
+    assert world.stream.stays(1)
+    assert world.stream.fetch(1).data_ptr() == world.store.units["layer.1"].hi.data_ptr()
+    world.stream.release(1)
+    world.visit(2)
+    assert world.loads == ["layer.0", "layer.2"]
+
+
+@pytest.mark.parametrize("called", [0, 2])
+def test_a_family_that_calls_its_layers_in_another_order_is_refused(called: int) -> None:
+    world = World(3)
+    world.stream.follow(forward_fetch_order(3))
+    world.visit(0)
+    with pytest.raises(UserError, match=rf"layer {called} where layer \[1\] was expected"):
+        world.stream.fetch(called)
+
+
+def test_more_visits_than_the_list_has_are_refused() -> None:
+    world = World(1)
+    world.stream.follow([0])
+    world.visit(0)
+    with pytest.raises(UserError, match="layer 0 where"):
+        world.stream.fetch(0)
+
+
+def test_a_new_list_starts_only_when_the_old_one_is_done_or_abandoned() -> None:
+    world = World(3)
+    world.stream.follow(forward_fetch_order(3))
+    world.visit(0)
+    with pytest.raises(AssertionError, match="2 visits left"):
+        world.stream.follow(forward_fetch_order(3))
+    world.stream.fetch(1)
+    world.stream.abandon()
+    assert all(slot.state is SlotState.EMPTY for slot in world.ring.slots)
+    world.stream.follow(forward_fetch_order(3))
+    for layer in range(3):
+        world.visit(layer)
+
+
+def test_after_an_update_nothing_old_is_computed_with() -> None:
+    world = World(2)
+    for value in (0.0, 10.0):
+        world.stream.follow(forward_fetch_order(2))
+        assert (world.stream.edge_weights(1) == 2 + value).all()
+        for layer in range(2):
+            assert (world.stream.fetch(layer) == layer + value).all()
+            world.stream.release(layer)
+        world.stream.drop_all()
+        for planes in world.store.units.values():
+            planes.hi += 10
+
+
+def test_without_an_update_between_two_passes_what_is_there_is_used_again() -> None:
+    world = World(2)
+    for _ in range(2):
+        world.stream.follow(forward_fetch_order(2))
+        world.stream.edge_weights(0)
+        world.stream.edge_weights(1)
+        for layer in range(2):
+            world.visit(layer)
+        world.stream.edges_in_use()
+    assert sorted(world.loads) == ["embedding", "head", "layer.0", "layer.1"]
+
+
+def test_an_edge_is_bound_before_it_is_loaded() -> None:
+    world = World(1)
+    bound = world.stream.edge_buffer(1)
+    assert world.loads == []
+    world.stream.edge_weights(1)
+    assert (bound == 1).all(), "the head of one layer is number 1"
+
+
+def test_a_resident_edge_has_no_slot() -> None:
+    world = World(1, resident=("head",))
+    assert world.stream.edge_weights(1).data_ptr() == world.store.units["head"].hi.data_ptr()
+    assert world.stream.edge_buffer(1).data_ptr() == world.store.units["head"].hi.data_ptr()
+    world.stream.edges_in_use()
+    assert world.loads == []
+
+
+# ------------------------------------------------------------------ overlap, without clocks
+
+LLAMA = BY_NAME["llama"]
+
+
+def engine_of(**options: Any) -> HostEngine:
+    return HostEngine(build(LLAMA, seed=0), device="cpu", compute_dtype="fp32", threads=1, verify="never", **options)
+
+
+def hold(engine: HostEngine, unit: str, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit's updates wait until they are let go; if nobody does so, their error tells."""
+    submit = engine._updater.submit_update
+
+    def held(name: str, *args: Any) -> Any:
+        *args, after = args
+
+        def waits() -> None:
+            assert let_go.wait(20), f"nobody came as far as that while {unit} was updated"
+            after()
+
+        return submit(name, *args, waits if name == unit else after)
+
+    monkeypatch.setattr(engine._updater, "submit_update", held)
+
+
+def on_layer_call(engine: HostEngine, do: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`do` is called with (layer, variant) before each computation of a layer."""
+    compute = engine._flows.runner.shell.call_layer
+
+    def call(index: int, variant: Any, *args: Any) -> Any:
+        do(index, variant)
+        return compute(index, variant, *args)
+
+    monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
+
+
+@pytest.mark.parametrize(("unit", "layer"), [("layer.1", 0), ("layer.3", 2), ("head", 3)])
+def test_the_update_of_a_unit_goes_on_under_the_next_forward_until_the_unit_is_needed(
+    unit: str, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unit's AdamW of the first step ends only when the second step's forward has come to the layer before it."""
+    data, let_go = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
+    with engine_of() as engine, monkeypatch.context() as patch:
+        hold(engine, unit, let_go, patch)
+        engine.train_step(data)
+        on_layer_call(engine, lambda index, _: let_go.set() if index == layer else None, patch)
+        assert engine.train_step(data).skipped is None
+        assert let_go.is_set()
+
+
+def test_without_clipping_a_layer_is_updated_under_the_backward_of_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 0's backward starts only when layer 3's update has ended."""
+    data, updated = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
+    with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as engine, monkeypatch.context() as patch:
+        submit = engine._updater.submit_update
+
+        def watched(name: str, *args: Any) -> Any:
+            job = submit(name, *args)
+            if name == "layer.3":
+                job.add_done_callback(lambda _: updated.set())
+            return job
+
+        def waits(index: int, variant: str) -> None:
+            if index == 0 and variant == "recompute":
+                assert updated.wait(20), "layer 3 is not updated before the backward of layer 0"
+
+        patch.setattr(engine._updater, "submit_update", watched)
+        on_layer_call(engine, waits, patch)
+        assert engine.train_step(data).skipped is None
+
+
+def test_the_optimizer_of_a_finished_step_does_not_hold_up_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train_step` returns while every update is still waiting."""
+    data, let_go = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
+    with engine_of() as engine, monkeypatch.context() as patch:
+        hold(engine, "embedding", let_go, patch)
+        result = engine.train_step(data)
+        assert result.loss is not None
+        assert not engine._optimizer.finished("embedding")
+        let_go.set()
+        engine._optimizer.wait_all()
+        assert engine._optimizer.finished("embedding")

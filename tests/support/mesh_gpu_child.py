@@ -1,0 +1,113 @@
+"""The GPU's half of engine/mesh/test_gpu.py, in a process of its own: a crash there costs no test session, and leaves its stacks.
+
+    PYTHONPATH=src:tests/support python tests/support/mesh_gpu_child.py RESULTS.jsonl [--device cuda]
+
+One JSON line per case as soon as it is known: what both engines computed, or the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import families
+from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.mesh.engine import MeshEngine
+from megatrain.engine.mesh.layout import Layout
+from megatrain.optim.adamw import AdamW
+
+OPTIM = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
+CASE_LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """A family on one GPU, beside the host engine on the CPU."""
+
+    family: str
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    kind: families.Kind = "packed"
+    recompute: bool = False
+    compile: Literal["on", "off"] = "off"
+    steps: int = 6
+    resume: bool = False  # another engine goes on from a checkpoint in the middle
+
+    def __str__(self) -> str:
+        words = [self.family, self.dtype, self.kind, *(["recompute"] if self.recompute else [])]
+        return "-".join(
+            [*words, *(["compiled"] if self.compile == "on" else []), *(["resumed"] if self.resume else [])]
+        )
+
+
+CASES = [
+    *(GpuCase(name, recompute=again) for name in ("llama", "qwen3", "gemma2", "qwen3_moe") for again in (False, True)),
+    GpuCase("llama", "fp32", "padded", steps=3),
+    GpuCase("llama", "fp32", resume=True),
+    GpuCase("llama", compile="on"),
+    GpuCase("qwen3", compile="on", recompute=True),
+]
+
+
+def run(case: GpuCase, device: str) -> dict[str, Any]:
+    """Losses and norms of both engines, and the types of the mesh engine's masters."""
+    family = families.BY_NAME[case.family]
+    model = families.build(family, seed=1, tie=True)
+    batches = [families.batch(family, seed=s, rows=8, tokens=32, kind=case.kind) for s in range(case.steps)]
+    with HostEngine(model, device="cpu", compute_dtype=case.dtype, optim=OPTIM) as host:
+        want = [host.train_step(batch) for batch in batches]
+    options: dict[str, Any] = {
+        "compute_dtype": case.dtype,
+        "optim": OPTIM,
+        "recompute": case.recompute,
+        "compile": case.compile,
+    }
+    half = case.steps // 2 if case.resume else case.steps
+    with tempfile.TemporaryDirectory() as folder:
+        with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
+            got = [mesh.train_step(batch) for batch in batches[:half]]
+            types = sorted({str(weight.dtype) for _, weight in mesh.named_parameters()})
+            if case.resume:
+                mesh.save(f"{folder}/checkpoint")
+        if case.resume:
+            with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
+                mesh.load(f"{folder}/checkpoint")
+                got += [mesh.train_step(batch) for batch in batches[half:]]
+    return {
+        "losses": [r.loss for r in got],
+        "norms": [r.grad_norm for r in got],
+        "want_losses": [r.loss for r in want],
+        "want_norms": [r.grad_norm for r in want],
+        "types": types,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    faulthandler.enable()
+    print(f"torch {torch.__version__}, {torch.cuda.device_count()} CUDA devices", flush=True)
+    for case in CASES:
+        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+        try:
+            found = run(case, given.device)
+        except BaseException:
+            found = {"error": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
+        with given.results.open("a") as file:
+            file.write(json.dumps({"case": str(case), **found}) + "\n")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
