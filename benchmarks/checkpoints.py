@@ -21,8 +21,7 @@ import torch
 
 from megatrain.commands.bench import engine_for
 from megatrain.engine.host.engine import HostEngine
-
-GIB = 1 << 30
+from megatrain.units import GIB
 
 
 def disk_rate(folder: Path, size: int = 8 * GIB, piece: int = 64 << 20) -> float:

@@ -47,10 +47,10 @@ from megatrain.planner.plan import Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.timeline import recomputed_flops
+from megatrain.units import GIB
 
 MACHINE = Path(__file__).parents[1] / "docs/machines/h200.yaml"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-GIB = 1 << 30
 
 
 def say(text: str) -> None:

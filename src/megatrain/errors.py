@@ -108,11 +108,6 @@ class Problems:
             raise PlanRefused(text) if all(isinstance(e, PlanRefused) for e in self.found) else UserError(text)
 
 
-def counted(count: int, word: str) -> str:
-    """A number in a message: `1 step`, `2 steps`, `1,000 steps`."""
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
-
-
 def near_paths(path: Path) -> str:
     """A remedy: what the user may have meant instead of a path that is not there."""
     parent, name = path.parent, path.name
@@ -129,14 +124,6 @@ def near_paths(path: Path) -> str:
         return "did you mean " + " or ".join(str(parent / other) for other in close[:3]) + "?"
     listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"check the path; {parent} holds {listing or 'nothing'}"
-
-
-def abbreviated(count: float) -> str:
-    """A number of many in a message: `8.19 B`, `214 K`, `12`."""
-    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= scale:
-            return f"{count / scale:.3g} {letter}"
-    return f"{count:.0f}"
 
 
 def _indented(text: str) -> str:

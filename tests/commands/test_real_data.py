@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from megatrain.commands.main import main
-from megatrain.errors import counted
 from megatrain.metrics.record import read_records
+from megatrain.units import counted
 from tiny_run import config, write_model
 
 REPOSITORY = Path(__file__).parents[2]

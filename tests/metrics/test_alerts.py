@@ -11,10 +11,10 @@ from megatrain.config.schema import AlertsConfig
 from megatrain.metrics.alerts import WARM_UP, AlertWatch, Rule
 from megatrain.metrics.pipeline import Link, PipelineRecord
 from megatrain.metrics.record import StepRecord
+from megatrain.units import GIB
 from step_records import record as step_record
 
 DEFAULTS = AlertsConfig()
-GIB = 1 << 30
 HEALTHY = step_record(
     1,
     data_wait_s=0.01,

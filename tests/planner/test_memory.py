@@ -9,8 +9,9 @@ import pytest
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Options, StepSize
-from megatrain.planner.memory import GIB, PROCESS_BYTES, device_peak, held_bytes, host_lines
+from megatrain.planner.memory import PROCESS_BYTES, device_peak, held_bytes, host_lines
 from megatrain.planner.model_cost import ModelShape
+from megatrain.units import GIB
 
 Shapes = Callable[..., ModelShape]
 STEP = StepSize(32, 1024)

@@ -14,9 +14,9 @@ from megatrain.engine.host.engine import HostEngine
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
 from megatrain.planner import Options, StepSize, caps_for, engine_options, plan
-from megatrain.planner.memory import GIB
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.report import plan_json, plan_text
+from megatrain.units import GIB
 
 Shapes = Callable[..., ModelShape]
 Machines = Callable[..., Machine]

@@ -12,8 +12,8 @@ from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.errors import PlanRefused, UserError
 from megatrain.run import ledger
+from megatrain.units import GIB
 
-GIB = 1 << 30
 SHAPE = ledger.ModelShape(params=1000, largest_layer=300, edges=100, layers=3, hidden_size=8)
 
 
@@ -58,9 +58,9 @@ def test_a_run_that_does_not_fit_is_refused_with_the_ledger_and_the_ways_down() 
     with pytest.raises(PlanRefused) as caught:
         ledger.refuse_if_too_large(needed, host_available=64 * GIB, device_available=40 * GIB, run=config)
     text = str(caught.value)
-    assert "not enough host memory: 120 GiB needed, 64 GiB available" in text
-    assert "not enough device memory: 50 GiB needed, 40 GiB available (memory.device_gib: 40)" in text
-    assert "20 GiB  gradients" in text
+    assert "not enough host memory: 120.0 GiB needed, 64.0 GiB available" in text
+    assert "not enough device memory: 50.0 GiB needed, 40.0 GiB available (memory.device_gib: 40)" in text
+    assert "20.0 GiB  gradients" in text
     assert "memory.gradient_plane: false" in text
     assert "batch.accumulation_steps" in text
     ledger.refuse_if_too_large(needed, host_available=120 * GIB, device_available=50 * GIB, run=config)

@@ -23,16 +23,16 @@ from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
 from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
-from megatrain.errors import UserError, counted
+from megatrain.errors import UserError
 from megatrain.host_memory import planes as plane_math
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
+from megatrain.units import counted, torch_dtype
 
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRIAL_TOKENS = 16
 SLACK_BYTES = 16 << 20
 SINGLE_FILE = "model.safetensors"
@@ -220,9 +220,8 @@ def _goes_along(name: str, source: Path) -> bool:
 
 def _target_dtype(asked: str | None, source_dtype: str | None) -> torch.dtype:
     if asked is not None:
-        return DTYPES[asked]
-    by_name = {str(known).removeprefix("torch."): known for known in DTYPES.values()}
-    return by_name.get(source_dtype or "", torch.bfloat16)
+        return torch_dtype(asked)
+    return torch_dtype(source_dtype if source_dtype in ("float16", "float32") else "bfloat16")
 
 
 def _rounded(master: torch.Tensor, target: torch.dtype, keep_fp32: bool) -> torch.Tensor:

@@ -39,6 +39,7 @@ import psutil
 import torch
 
 from megatrain.errors import UserError
+from megatrain.units import SAFETENSORS_DTYPES, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,8 @@ FLUSH_BYTES = 128 << 20
 UNSYNCED = 3
 """Flushes and files that may wait for the disk while the next ones are written; bounds the dirty pages in the page cache."""
 
-DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: torch_dtype(name) for name in SAFETENSORS_DTYPES}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass

@@ -39,6 +39,7 @@ from megatrain.models.build import fp32_parameter_names
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import INDEX_FILE, OTHER_FORMATS, split
+from megatrain.units import gib
 
 WEIGHT_SUFFIXES = (*OTHER_FORMATS, ".safetensors", ".onnx", ".ckpt", ".npz", ".tar", ".zip")
 OWN_FILES = frozenset({"manifest.json", "state.json", "config.json", "latest"})
@@ -273,8 +274,8 @@ def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         raise UserError(
-            f"no room for a checkpoint: it needs {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB), "
-            f"{free_bytes:,} ({free_bytes / 2**30:.2f} GiB) are free",
+            f"no room for a checkpoint: it needs {gib(needed_bytes, 2)} ({needed_bytes:,} bytes), "
+            f"{gib(free_bytes, 2)} ({free_bytes:,} bytes) are free",
             str(directory),
             "free space, or choose another disk",
         )

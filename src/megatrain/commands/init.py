@@ -17,10 +17,11 @@ from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
 from megatrain.data.load import OpenedData, open_data
-from megatrain.errors import Problems, UserError, counted
+from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.preflight import preflight_data, preflight_model, refuse_unwritable
 from megatrain.run.prepare import check
+from megatrain.units import counted
 
 STREAM_TOKENS, LEAST_TOKENS = 2048, 512
 MOST_STEP_TOKENS, WANTED_STEPS = 262_144, 50

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatrain.config.schema import ChangeName
+from megatrain.units import parse_size
 
 _ORDER = """
 prepare a run
@@ -338,20 +339,11 @@ def _temperature(word: str) -> float:
     return value
 
 
-_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
 def _size(word: str) -> int:
-    """Bytes of `5GB`, `500MB` (powers of ten, as in transformers) or `5GiB`."""
-    digits = word.rstrip("KMGTBIkmgtbi ")
-    scale = _SIZES.get(word[len(digits) :].strip().upper())
     try:
-        size = int(float(digits) * scale) if scale else 0
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"should be a size like 5GB, found {word!r}")
-    return size
+        return parse_size(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _changes(word: str) -> Sequence[ChangeName]:

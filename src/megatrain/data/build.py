@@ -34,7 +34,8 @@ from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.settings import SourceLike
 from megatrain.data.sources import FileProgress, Record, find_files, is_text, read_records, split_text, unit_of
 from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
-from megatrain.errors import UserError, counted
+from megatrain.errors import UserError
+from megatrain.units import counted
 
 BATCH_CHARS = 1 << 20
 """Text tokenised at once: enough for the tokenizer's threads, little enough to hold."""

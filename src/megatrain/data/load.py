@@ -17,7 +17,8 @@ from megatrain.data.render import ChatRenderer
 from megatrain.data.rows import PackedRows, RowGroup
 from megatrain.data.settings import DataLike, SourceLike
 from megatrain.data.store import TokenStore
-from megatrain.errors import Problems, UserError, counted
+from megatrain.errors import Problems, UserError
+from megatrain.units import counted
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from typing import Any
 
 from megatrain.data.formats import ChatSample
 from megatrain.data.rejects import SampleRejected
-from megatrain.errors import UserError, counted
+from megatrain.errors import UserError
+from megatrain.units import counted
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import MegatrainError, PlanRefused
+from megatrain.units import gib
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class PinRefused(MegatrainError):
     def __init__(self, pinned_bytes: int, asked_bytes: int, code: int, reason: str):
         self.pinned_bytes, self.asked_bytes, self.code = pinned_bytes, asked_bytes, code
         super().__init__(
-            f"the system pinned {_gib(pinned_bytes)} of host memory and then refused to pin more "
-            f"({_gib(asked_bytes)} are needed): CUDA error {code}, {reason}"
+            f"the system pinned {gib(pinned_bytes)} of host memory and then refused to pin more "
+            f"({gib(asked_bytes)} are needed): CUDA error {code}, {reason}"
         )
 
 
@@ -122,7 +123,7 @@ class Arena:
             # Private: shared anonymous memory is counted and limited as shmem, and has its own switch for huge pages.
             self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise PlanRefused(f"the system refuses to map {_gib(self.nbytes)} of host memory: {error}") from error
+            raise PlanRefused(f"the system refuses to map {gib(self.nbytes)} of host memory: {error}") from error
         _advise(self._memory, "MADV_HUGEPAGE")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._pins: list[_Pin] = []
@@ -235,7 +236,7 @@ def _unpin_all(pins: list[_Pin]) -> None:
         if code != 0:
             # Nothing depends on it any more: the memory only stays locked until the process ends.
             reason = pin.pinner.explain(code)
-            logger.warning("could not unpin %s of host memory: CUDA error %d, %s", _gib(pin.size_bytes), code, reason)
+            logger.warning("could not unpin %s of host memory: CUDA error %d, %s", gib(pin.size_bytes), code, reason)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
@@ -257,7 +258,3 @@ def _forget_last_cuda_error() -> None:
     """
     major = (torch.version.cuda or "").split(".")[0]
     ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatrain.errors import UserError
 from megatrain.machine.machine import is_figure, name_problems, read_figures
+from megatrain.units import GIB
 
 SHORT_ROW, LONG_ROW = 1024, 32768
 """Tokens of the rows in which attention is measured."""
@@ -65,7 +66,7 @@ class Cluster:
 
     @property
     def device_bytes(self) -> int:
-        return int(self.device_gib * (1 << 30))
+        return int(self.device_gib * GIB)
 
     def attention_rate(self, tokens: int) -> float:
         """FLOPs a second of causal attention in rows of `tokens` tokens: seconds per FLOP are a line in 1 / tokens through the

@@ -26,10 +26,10 @@ from megatrain.machine import system
 from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
 from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater
+from megatrain.units import GIB
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 VERSION = 1
 """Of what is measured and how; an older cache is measured again."""
 COPY_BYTES = 1 << 30

@@ -26,8 +26,9 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from megatrain.errors import counted, writing
+from megatrain.errors import writing
 from megatrain.metrics.record import StepRecord, write_whole
+from megatrain.units import counted
 
 LINE_EVERY_S = 10.0
 """On a terminal: the least time between the lines of two steps."""

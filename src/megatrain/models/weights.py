@@ -18,12 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from megatrain.errors import UserError, counted
+from megatrain.errors import UserError
 from megatrain.host_memory import planes as plane_math
 from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.build import fp32_parameter_names, restore_buffers
 from megatrain.models.conversion import Conversion, to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit
+from megatrain.units import SAFETENSORS_DTYPES, counted, torch_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +33,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE_DTYPES = (torch.int64, torch.bool)
 """Of buffers: tables that no quantization format uses for weights."""
-HEADER_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "BOOL": torch.bool, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-"""What safetensors calls torch's types."""
+HEADER_DTYPES = {name: torch_dtype(name) for name in SAFETENSORS_DTYPES}
+"""Torch dtypes by their safetensors name."""
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.planner.model_cost import ModelShape
+from megatrain.units import DtypeName
 
 Policy = Literal["keep", "selective", "attention", "mlp", "recompute"]
 """`attention` and `mlp` keep that part of a layer and recompute the rest."""
-Compute = Literal["bf16", "fp16", "fp32"]
 
 SELECTIVE_BUDGET = 0.5
 """Activation memory budget of selective layers: all matrix products but few are kept, pointwise work is done again."""
@@ -56,7 +56,7 @@ class Options:
         offload: Whether the inputs of recomputed layers wait on the host: as many as must, all, or none.
     """
 
-    compute: Compute = "bf16"
+    compute: DtypeName = "bf16"
     transport_bytes: int = 2
     gradient_plane: bool = True
     compiled: bool = True

@@ -37,15 +37,15 @@ its logits in fp32 three times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatrain.planner.choice import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, Policy, StepSize
 from megatrain.planner.model_cost import ModelShape
+from megatrain.units import GIB
 
-GIB = 1 << 30
 PROCESS_BYTES = int(1.8 * GIB)
 """Python, torch, the CUDA context and pinned odds and ends on the host: 1.8 GiB measured with all planes on the GPU."""
 KERNEL_BYTES = 96 << 20
@@ -60,16 +60,6 @@ KEPT_SHARE: dict[Policy, float] = {
     "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "attention": 0.0, "mlp": 0.0, "recompute": 0.0
 }  # fmt: skip
 """Of what a layer could keep beside its output. See [Note: held and working memory of a layer]."""
-
-
-def gib(size: float) -> str:
-    """A size for people."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / (1 << 20):,.0f} MiB"
-
-
-def size_lines(lines: Mapping[str, float], indent: int = 4) -> list[str]:
-    """Sizes and their names below each other, without those that are next to nothing."""
-    return [f"{'':{indent}}{gib(size):>11}  {name}" for name, size in lines.items() if size >= 1 << 19]
 
 
 def saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarray:

@@ -12,11 +12,12 @@ from typing import Any
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Choice, Lines, Options, Policy, StepSize
-from megatrain.planner.memory import GIB, device_peak, disk_lines, host_lines
+from megatrain.planner.memory import device_peak, disk_lines, host_lines
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.refusal import Asked, refusal
 from megatrain.planner.search import Search
 from megatrain.planner.timeline import Timeline, simulate
+from megatrain.units import GIB
 
 DEVICE_FRACTION = 0.92
 """Of the device's memory, unless `memory.device_fraction` says otherwise; the rest is for the allocator's gaps and for what the

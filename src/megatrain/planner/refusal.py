@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatrain.errors import abbreviated, counted
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Caps, Choice, Options, StepSize
-from megatrain.planner.memory import PROCESS_BYTES, device_peak, gib, host_lines, size_lines
+from megatrain.planner.memory import PROCESS_BYTES, device_peak, host_lines
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.search import Search
+from megatrain.units import abbreviated, counted, gib, size_lines
 
 LEAST_ROW_TOKENS = 256
 """Rows are not offered shorter than this."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatrain.errors import abbreviated, counted
 from megatrain.planner.choice import Lines
-from megatrain.planner.memory import gib, size_lines
 from megatrain.planner.plan import Plan
+from megatrain.units import abbreviated, counted, duration, gib, size_lines
 
 POLICY_WORDS = {
     "attention": "recompute all but the attention of", "mlp": "recompute all but the MLP's products of"
@@ -94,10 +93,3 @@ def _length(plan: Plan) -> str:
     if plan.total_seconds is not None:
         return f"{duration(plan.total_seconds)} for {counted(plan.steps or 0, 'step')}"
     return f"{duration(1000 * plan.seconds)} for 1,000 steps"
-
-
-def duration(seconds: float) -> str:
-    """A long time for people."""
-    if seconds < 3600:
-        return f"{seconds / 60:.1f} minutes"
-    return f"{seconds / 3600:.1f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

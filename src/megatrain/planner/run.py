@@ -11,9 +11,9 @@ from megatrain.errors import UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.choice import Caps, Options, StepSize
-from megatrain.planner.memory import GIB
 from megatrain.planner.model_cost import shape_of
 from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
+from megatrain.units import GIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

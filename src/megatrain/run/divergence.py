@@ -6,8 +6,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from megatrain.errors import counted
 from megatrain.metrics.record import StepRecord
+from megatrain.units import counted
 
 RECENT_STEPS = 20
 

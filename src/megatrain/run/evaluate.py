@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.schema import RunConfig
-from megatrain.errors import UserError, counted
+from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.folder import RunFolder
 from megatrain.run.prepare import make_engine, prepare_eval
+from megatrain.units import counted
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ from megatrain.machine.probe import known_machine
 from megatrain.metrics.alerts import Alert, AlertWatch, Rule
 from megatrain.metrics.pipeline import PipelineRecord, with_shares
 from megatrain.metrics.record import StepRecord
-
-GIB = 1 << 30
+from megatrain.units import size_lines
 
 
 class RunWatch:
@@ -60,7 +59,7 @@ class RunWatch:
             "of this process (resident set)": self._process.memory_info().rss,
             **{name.replace("host_", "in it: "): size for name, size in memory.items() if name.startswith("host_")},
         }
-        table = "\n".join(f"    {size / GIB:10.3f} GiB  {name}" for name, size in lines.items() if size)
+        table = "\n".join(size_lines(lines, smallest_bytes=1))
         return HostMemoryLow(
             f"host memory is below memory.host_reserve_gib: {self._run.memory.host_reserve_gib:g}; the run was saved and ended "
             f"before the system kills it\n{table}\n"

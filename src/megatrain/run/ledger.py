@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatrain.config.schema import RunConfig
-from megatrain.errors import PlanRefused, UserError, counted
+from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
-
-GIB = 1 << 30
-ComputeDtype = Literal["bf16", "fp16", "fp32"]
-_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from megatrain.units import DTYPE_BYTES, GIB, DtypeName, counted, gib, size_lines
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Ledger:
 
 
 def memory_ledger(
-    shape: ModelShape, run: RunConfig, *, device: Literal["cpu", "cuda"], compute_dtype: ComputeDtype
+    shape: ModelShape, run: RunConfig, *, device: Literal["cpu", "cuda"], compute_dtype: DtypeName
 ) -> Ledger:
     """What the run needs of host and device memory at least.
 
@@ -58,7 +55,7 @@ def memory_ledger(
         device: The device that computes.
         compute_dtype: The resolved format of forward and backward.
     """
-    compute_bytes, grad_bytes = _DTYPE_BYTES[compute_dtype], _DTYPE_BYTES[_transport(run, compute_dtype)]
+    compute_bytes, grad_bytes = DTYPE_BYTES[compute_dtype], DTYPE_BYTES[_transport(run, compute_dtype)]
     largest_unit = max(shape.largest_layer, shape.edges)
     host = {"master weights and moments, 12 bytes a parameter": 12 * shape.params}
     if run.memory.gradient_plane:  # sums over windows are kept in fp32
@@ -89,7 +86,7 @@ def memory_ledger(
     return Ledger(host, buffers)
 
 
-def _transport(run: RunConfig, compute_dtype: ComputeDtype) -> Literal["bf16", "fp32"]:
+def _transport(run: RunConfig, compute_dtype: DtypeName) -> Literal["bf16", "fp32"]:
     if run.precision.grad_transport != "auto":
         return run.precision.grad_transport
     return "fp32" if compute_dtype == "fp32" else "bf16"
@@ -139,7 +136,7 @@ def _refusal(place: str, entries: Mapping[str, int], available: int, cap: float 
     lines = [f"not enough {place} memory: {gib(sum(entries.values()))} needed, {gib(available)} available"]
     if cap != "auto":
         lines[0] += f" (memory.{place}_gib: {cap:g})"
-    lines += [f"    {gib(size):>11}  {name}" for name, size in entries.items()]
+    lines += size_lines(entries, smallest_bytes=0)
     lines.append(f"  -> {'; or '.join(ways)}")
     return "\n".join(lines)
 
@@ -178,8 +175,3 @@ def host_available_bytes(cap_gib: float | Literal["auto"] = "auto") -> int:
     """
     available = available_host_bytes()
     return available if cap_gib == "auto" else min(available, int(cap_gib * GIB))
-
-
-def gib(size: int) -> str:
-    """A size for people."""
-    return f"{size / GIB:.3g} GiB" if size >= GIB / 100 else f"{size / (1 << 20):.3g} MiB"

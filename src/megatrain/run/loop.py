@@ -28,7 +28,7 @@ from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.engine.host.settings import named_device
-from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed, counted, writing
+from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed, writing
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.mfu import utilisation_of
 from megatrain.metrics.plot import LossPlot
@@ -44,6 +44,7 @@ from megatrain.run.resume import PastRates
 from megatrain.run.saves import RunSaves
 from megatrain.run.signals import StopSignals, is_signal
 from megatrain.run.watermark import HostWatermark
+from megatrain.units import GIB, counted
 
 if TYPE_CHECKING:
     import torch
@@ -325,7 +326,7 @@ class Loop:
                 "learning rates of steps already taken)"
             )
         first, end = self.step + self.data_offset, self.total_steps + self.data_offset
-        reserve = HostWatermark(int(config.memory.host_reserve_gib * 2**30), self._host_memory_is_low)
+        reserve = HostWatermark(int(config.memory.host_reserve_gib * GIB), self._host_memory_is_low)
         with Prefetcher(self.loader, first, end) as batches, reserve:
             while self.step < self.total_steps and not self._asked_to_stop():
                 record = self._train_one(batches, self.step + 1)

@@ -46,6 +46,7 @@ from megatrain.run.lock import RunLock
 from megatrain.run.loop import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, open_folder
 from megatrain.run.prepare import Prepared, check_mesh, mesh_ladder, prepare
 from megatrain.run.signals import StopSignals
+from megatrain.units import GIB
 
 
 def train_on_mesh(
@@ -264,7 +265,7 @@ class _MainLoop(Loop):
         (self.folder.path / "save").touch()
 
     def _host_memory_is_low(self, left: int) -> None:
-        self.stop.request(f"memory.host_reserve_gib: {left / 2**30:.2f} GiB of host memory are left")
+        self.stop.request(f"memory.host_reserve_gib: {left / GIB:.2f} GiB of host memory are left")
 
 
 class _SilentLoop(_MainLoop):

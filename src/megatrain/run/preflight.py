@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.schema import ChangeName, ParallelConfig, RunConfig
-from megatrain.errors import Problems, UserError, counted
+from megatrain.errors import Problems, UserError
 from megatrain.run import ledger
 from megatrain.run.folder import RunFolder
 from megatrain.run.resume import Start, Steps, refuse_known_changes
+from megatrain.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

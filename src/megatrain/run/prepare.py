@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.config.schema import ChangeName, RunConfig
-from megatrain.errors import Problems, UserError, abbreviated, counted
+from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run import ledger
 from megatrain.run.preflight import (
@@ -27,6 +27,7 @@ from megatrain.run.preflight import (
     steps_of,
 )
 from megatrain.run.resume import Past, past_of
+from megatrain.units import DtypeName, abbreviated, counted, dtype_name, gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -350,7 +351,7 @@ class _Model:
     """What is known of a model without its weights."""
 
     shape: ledger.ModelShape
-    compute_dtype: ledger.ComputeDtype
+    compute_dtype: DtypeName
     device: Literal["cpu", "cuda"]
 
 
@@ -362,7 +363,6 @@ class _Data:
 
 def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], *, read_weights: bool) -> _Model:
     """Structure of the model, built without storage; its family; and the shapes of its weights if they will be read."""
-    import torch
 
     from megatrain.engine.host.settings import compute_dtype_of, device_of
     from megatrain.engine.parity_check import verify_family, verify_packing
@@ -404,16 +404,11 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
         layers=len(structure.layers),
         hidden_size=text.hidden_size,
     )
-    short: dict[torch.dtype, ledger.ComputeDtype] = {
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.float32: "fp32",
-    }
     log(
         f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters in "
-        f"{counted(shape.layers, 'layer')}; computes in {short[dtype]} on {device}, fp32 master weights and moments"
+        f"{counted(shape.layers, 'layer')}; computes in {dtype_name(dtype)} on {device}, fp32 master weights and moments"
     )
-    return _Model(shape=shape, compute_dtype=short[dtype], device="cuda" if device.type == "cuda" else "cpu")
+    return _Model(shape=shape, compute_dtype=dtype_name(dtype), device="cuda" if device.type == "cuda" else "cpu")
 
 
 def _look_at_data(run: RunConfig, files: ModelFiles, log: Callable[[str], None]) -> _Data:
@@ -475,16 +470,14 @@ def _check_memory(run: RunConfig, model: _Model, log: Callable[[str], None]) -> 
         return
     needed = ledger.memory_ledger(model.shape, run, device=model.device, compute_dtype=model.compute_dtype)
     host_available = ledger.host_available_bytes(run.memory.host_gib)
-    log(f"host memory: {ledger.gib(needed.host_bytes)} needed, {ledger.gib(host_available)} available")
+    log(f"host memory: {gib(needed.host_bytes)} needed, {gib(host_available)} available")
     ledger.refuse_if_too_large(needed, host_available=host_available, device_available=None, run=run)
 
 
 def _check_disk(run: RunConfig, model: _Model, total_steps: int, log: Callable[[str], None]) -> None:
     one, count = ledger.checkpoint_bytes(model.shape), ledger.checkpoints_at_once(run, total_steps)
     if count:
-        log(f"disk: {ledger.gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
+        log(f"disk: {gib(one)} a checkpoint, at most {count} at once, in {run.run.dir}")
     else:
-        log(
-            f"disk: {ledger.gib(one)} a checkpoint; the config asks for none (checkpoint.every_steps, checkpoint.at_end)"
-        )
+        log(f"disk: {gib(one)} a checkpoint; the config asks for none (checkpoint.every_steps, checkpoint.at_end)")
     ledger.refuse_if_disk_too_small(run, one, count)

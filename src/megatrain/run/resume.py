@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.config.schema import ChangeName, RunConfig
-from megatrain.errors import UserError, counted
+from megatrain.errors import UserError
+from megatrain.units import counted
 
 if TYPE_CHECKING:
     from megatrain.data.loader import StepLoader

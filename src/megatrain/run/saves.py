@@ -14,7 +14,7 @@ from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.config.schema import CheckpointConfig
 from megatrain.errors import UserError
 from megatrain.run.folder import RunFolder
-from megatrain.run.ledger import gib
+from megatrain.units import GIB, gib
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ REPORTED_S = 1.0
 """A save that took longer, or held updates up for longer, says so at its end."""
 PREPARED_S = 30.0
 """The copies' memory is made ready this long before a save: one thread touched 3.2 GiB/s of what was never used."""
-GIB = 1 << 30
 
 
 class RunSaves:

@@ -273,7 +273,7 @@ def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCapt
             record = engine.train_step(data).pipeline
     for words in (
         "in the backward of layer 0: CUDA out of memory. Tried to allocate 2.00 GiB.",
-        "GiB  device_slots",
+        "iB  device_slots",
         "nothing was updated",
         "computed again with batch.microbatch_rows: 1",
         "put into its config:\n    batch:\n      microbatch_rows: 1",
@@ -348,7 +348,7 @@ def test_the_end_of_the_ladder_is_the_ledger() -> None:
         engine._climb.denser = Denser(offload=True)
         with (
             Allocations(("engine/host/step.py _head", 1)),
-            pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*GiB(.|\n)*densest"),
+            pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*iB(.|\n)*densest"),
         ):
             engine.train_step(rows_of(0))
         assert engine.train_step(rows_of(0)).skipped is None

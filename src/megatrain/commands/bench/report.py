@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatrain.errors import abbreviated
 from megatrain.machine.machine import Machine
-from megatrain.planner.memory import gib
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import Plan
 from megatrain.planner.timeline import recomputed_flops
+from megatrain.units import abbreviated, gib
 
 Say = Callable[[str], None]
 """Takes a line of text for people."""

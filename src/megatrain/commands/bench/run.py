@@ -23,16 +23,16 @@ from megatrain.commands.bench.report import Report, Say, conclude, report_text
 from megatrain.commands.bench.shapes import folder_of, structure_of
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.parity_check import token_wise
-from megatrain.errors import UserError, abbreviated
+from megatrain.errors import UserError
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import probe
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, StepSize
-from megatrain.planner.memory import gib
 from megatrain.planner.model_cost import ModelShape, shape_of_structure
 from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
+from megatrain.units import abbreviated, gib
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from megatrain.engine.host.settings import Placement
 from megatrain.engine.plan import StepShape
+from megatrain.units import size_lines
 
 DEFAULT_CHUNK_TOKENS, LEAST_HEAD_TOKENS = 16384, 64
 LEAST_MLP_TOKENS = 1024
@@ -71,7 +72,7 @@ class Failure:
     ledger: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [f"    {size / 2**30:10.3f} GiB  {name}" for name, size in self.ledger.items() if size]
+        lines = size_lines(self.ledger, smallest_bytes=1)
         return "\n".join([f"out of device memory in {self.where}: {self.asked}", *lines])
 
 

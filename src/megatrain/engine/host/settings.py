@@ -13,9 +13,9 @@ from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.models.structure import Structure
 from megatrain.optim.adamw import AdamW
+from megatrain.units import DTYPE_NAMES, GIB, DtypeName, abbreviated, gib, size_lines, torch_dtype
 
-ComputeDtype = Literal["auto", "bf16", "fp16", "fp32"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ComputeDtype = Literal["auto", DtypeName]
 LOGITS_BYTES = 3 << 30
 """Budget for the logits of one token chunk with their gradients."""
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
@@ -154,12 +154,12 @@ def refuse_if_too_large(
         "moments (m + v)": 8 * parameters,
         "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
     }
-    available = available_host_bytes() if host_gib is None else int(host_gib * 2**30)
+    available = available_host_bytes() if host_gib is None else int(host_gib * GIB)
     if sum(ledger.values()) > available:
-        lines = "\n".join(f"    {name:18s} {size / 2**30:10.2f} GiB" for name, size in ledger.items())
+        lines = "\n".join(size_lines(ledger, smallest_bytes=0))
         raise PlanRefused(
-            f"{structure.param_count / 1e9:.2f} B parameters need {sum(ledger.values()) / 2**30:.2f} GiB "
-            f"of host memory, {available / 2**30:.2f} GiB are available:\n{lines}\n"
+            f"{abbreviated(structure.param_count)} parameters need {gib(sum(ledger.values()))} of host memory, "
+            f"{gib(available)} are available:\n{lines}\n"
             "  -> use a machine with more memory or a smaller model"
         )
 
@@ -203,16 +203,16 @@ def limit_device(device: torch.device, device_gib: float | None) -> int:
     total = torch.cuda.get_device_properties(device).total_memory
     if device_gib is None:
         return total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * 2**30 / total), device)
-    return min(total, int(device_gib * 2**30))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * GIB / total), device)
+    return min(total, int(device_gib * GIB))
 
 
 def compute_dtype_of(name: ComputeDtype, device: torch.device) -> torch.dtype:
     """What layers compute in: `auto` is bf16 on a GPU that has it, else fp32."""
-    check_choice("compute_dtype", name, ("auto", *DTYPES))
+    check_choice("compute_dtype", name, ("auto", *DTYPE_NAMES))
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return DTYPES[name]
+    return torch_dtype(name)
 
 
 def transport_dtype_of(name: str, compute: torch.dtype) -> torch.dtype:
@@ -220,4 +220,4 @@ def transport_dtype_of(name: str, compute: torch.dtype) -> torch.dtype:
     check_choice("grad_transport", name, ("auto", "bf16", "fp32"))
     if name == "auto":
         return torch.float32 if compute == torch.float32 else torch.bfloat16
-    return DTYPES[name]
+    return torch_dtype(name)

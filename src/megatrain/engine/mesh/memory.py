@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from megatrain.engine.mesh.engine import plan_parts
 from megatrain.engine.mesh.layout import Layout
 from megatrain.models.structure import Structure
-
-GIB = 1 << 30
+from megatrain.units import GIB
 
 
 @dataclass(frozen=True)

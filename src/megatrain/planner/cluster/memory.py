@@ -19,7 +19,8 @@ from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, Part
 from megatrain.planner.cluster.clock import action_table, most_in_flight
 from megatrain.planner.cluster.job import Job, Way
-from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR, GIB
+from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR
+from megatrain.units import GIB
 
 PROCESS_BYTES = 3 * GIB
 """CUDA context, NCCL's buffers, workspaces of kernels."""

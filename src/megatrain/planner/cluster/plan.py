@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.engine.mesh.layout import Layout, whole_attention
-from megatrain.errors import PlanRefused, abbreviated, counted
+from megatrain.errors import PlanRefused
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
 from megatrain.planner.cluster.memory import heaviest_rank
 from megatrain.planner.cluster.search import Found, search
 from megatrain.planner.cluster.shards import count_on_fake_group
-from megatrain.planner.memory import gib, size_lines
+from megatrain.units import abbreviated, counted, gib, size_lines
 
 CHECKED = 3
 """Of the best layouts so many are built on a fake process group; each takes a second or two."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from megatrain.errors import abbreviated, counted
 from megatrain.planner.cluster.judge import Verdict, allowed_bytes, describe
 from megatrain.planner.cluster.plan import ClusterPlan, layout_words
-from megatrain.planner.memory import gib, size_lines
-from megatrain.planner.report import duration
+from megatrain.units import abbreviated, counted, duration, gib, size_lines
 
 
 def cluster_text(plan: ClusterPlan) -> str:
