@@ -77,7 +77,7 @@ def opening(seconds: list[float], count: int = 8) -> str:
 
 def saved(engine: HostEngine, rows: int, tokens: int, checkpoint: Path, alone: float, rate: float) -> None:
     """Save in the background of steps that take `alone` seconds without, onto a disk of `rate` GiB/s."""
-    save = engine.save(checkpoint, wait=False)
+    save = engine.save(checkpoint, background=True)
     during, most = [], 0.0
     while not save.done():
         during.append(step_of(engine, rows, tokens, 100 + len(during)))

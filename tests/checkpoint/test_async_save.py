@@ -120,7 +120,7 @@ def test_a_save_under_training_is_of_one_step_and_resumes_exactly(
     with engine_of(**options) as first:
         train(first, batches[:3])
         then = planes_of(first)
-        save = first.save(tmp_path / "ckpt", {"at": 3}, wait=False, buffer_bytes=buffer_bytes)
+        save = first.save(tmp_path / "ckpt", {"at": 3}, background=True, buffer_bytes=buffer_bytes)
         assert train(first, batches[3:]) == losses[3:]
         assert_same(planes_of(first), wanted)
         progress = save.result()
@@ -155,7 +155,7 @@ def test_units_are_copied_before_anybody_asks(placement: str, tmp_path: Path, mo
     monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
     with engine_of(**PLACEMENTS[placement]) as engine:
         train(engine, data(1))
-        save = engine.save(tmp_path / "ckpt", wait=False)
+        save = engine.save(tmp_path / "ckpt", background=True)
         save._ahead.join(30)
         assert set(save._states.values()) == {UnitState.COPIED}
         assert save.progress().copied_bytes == sum(
@@ -176,7 +176,7 @@ def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
         train(engine, data(1))
         with monkeypatch.context() as patch:
             patch.setattr(HostReader, "read", no_memory)
-            save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+            save = engine.save(tmp_path / "one", background=True, on_error="warn")
             save._ahead.join(30)
             with pytest.raises(OSError, match="no memory"):
                 save.result(30)
@@ -202,7 +202,7 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
     with engine_of() as engine:
         train(engine, data(1))
         then = planes_of(engine)
-        save = engine.save(tmp_path / "ckpt", wait=False)
+        save = engine.save(tmp_path / "ckpt", background=True)
         train(engine, data(2, 1))
         save.result(60)
         engine.load(tmp_path / "ckpt")
@@ -227,7 +227,7 @@ def test_prepared_memory_is_what_the_copies_take(
         assert memory.ready_bytes == size
         with monkeypatch.context() as patch:
             patch.setattr(copies, "Arena", lambda size: pytest.fail("mapped during the save"))
-            save = engine.save(tmp_path / "ckpt", wait=False)
+            save = engine.save(tmp_path / "ckpt", background=True)
             train(engine, data(2, 1))
             assert save.result(60).copied_bytes > 0
         assert memory.ready_bytes == 0
@@ -253,7 +253,7 @@ def test_no_memory_is_prepared_that_the_host_does_not_have(monkeypatch: pytest.M
 def test_a_save_of_weights_copies_weights(tmp_path: Path, writer_behind: None) -> None:
     with engine_of() as engine:
         train(engine, data(1))
-        save = engine.save(tmp_path / "weights", wait=False, weights_only=True)
+        save = engine.save(tmp_path / "weights", background=True, weights_only=True)
         train(engine, data(1, 1))
         planes = engine.store.units.values()
         assert 0 < save.result(60).copied_bytes <= sum(4 * each.layout.numel for each in planes)
@@ -269,7 +269,7 @@ def test_copies_take_no_memory_that_the_host_does_not_have(
     with engine_of(**PLACEMENTS[placement]) as engine:
         train(engine, data(1))
         then = planes_of(engine)
-        save = engine.save(tmp_path / "ckpt", wait=False)
+        save = engine.save(tmp_path / "ckpt", background=True)
         train(engine, data(2, 1))
         assert save.result(60).copied_bytes == 0
         engine.load(tmp_path / "ckpt")
@@ -288,7 +288,7 @@ def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step
     monkeypatch.setattr(HostReader, "read", no_memory)
     with engine_of(resident="all", kept="all") as engine, engine_of(resident="all", kept="all") as calm:
         train(engine, data(1))
-        save = engine.save(tmp_path / "one", wait=False, on_error="warn")
+        save = engine.save(tmp_path / "one", background=True, on_error="warn")
         train(engine, data(1, 1))
         go_on.set()
         with pytest.raises(OSError, match="no memory"):
@@ -320,7 +320,7 @@ def test_copies_are_bounded(
         }
         limit = 2 * unit_bytes["layer.0"]
         train(engine, data(1))
-        save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=limit)
+        save = engine.save(tmp_path / "ckpt", background=True, buffer_bytes=limit)
         train(engine, data(3))
         save.result()
     assert max(most) > 0
@@ -341,7 +341,7 @@ def test_updates_of_written_units_do_not_wait(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(background.write_planned.__globals__, "write_unit", held)
     with engine_of() as engine:
         train(engine, data(1))
-        save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=1)
+        save = engine.save(tmp_path / "ckpt", background=True, buffer_bytes=1)
         assert reached.wait(30)
         train(engine, data(1, 1))
         for unit in engine.structure.units[:-1]:
@@ -358,11 +358,11 @@ def test_one_save_at_a_time_and_the_end_is_told(tmp_path: Path, slow_disk: Calla
     order: list[str] = []
     with engine_of() as engine:
         train(engine, data(1))
-        first = engine.save(tmp_path / "one", wait=False, then=lambda _: order.append("one"))
+        first = engine.save(tmp_path / "one", background=True, then=lambda _: order.append("one"))
         assert not first.done()
         progress = first.progress()
         assert 0 <= progress.written_bytes <= progress.total_bytes
-        second = engine.save(tmp_path / "two", wait=False, then=lambda _: order.append("two"))
+        second = engine.save(tmp_path / "two", background=True, then=lambda _: order.append("two"))
         assert first.done()
         assert second.result().bytes_per_s > 0
     assert order == ["one", "two"]
@@ -373,13 +373,13 @@ def test_close_lets_a_save_end_and_cancel_leaves_nothing(tmp_path: Path, slow_di
     slow_disk(0.005)
     with engine_of() as engine:
         train(engine, data(1))
-        engine.save(tmp_path / "runs" / "one", wait=False)
+        engine.save(tmp_path / "runs" / "one", background=True)
     assert is_complete(tmp_path / "runs" / "one")
     with pytest.raises(EngineClosed):
         engine.save(tmp_path / "runs" / "three")
     with engine_of() as engine:
         train(engine, data(1))
-        save = engine.save(tmp_path / "runs" / "two", wait=False)
+        save = engine.save(tmp_path / "runs" / "two", background=True)
         engine.cancel_save()
         with pytest.raises(SaveCancelled):
             save.result()
@@ -453,7 +453,7 @@ def test_fault_at_a_system_call_of_a_background_save(
         (tmp_path / "counted").mkdir()  # as `runs`: one system call less
         with monkeypatch.context() as patch:
             calls = fail_at(patch, -1, code)
-            engine.save(tmp_path / "counted" / "step_1", wait=False).result()
+            engine.save(tmp_path / "counted" / "step_1", background=True).result()
         calls = list(calls)
         assert {"write", "fsync", "open", "mkdir", "rename"} <= set(calls)
         last_rename = len(calls) - 1 - calls[::-1].index("rename")
@@ -461,7 +461,7 @@ def test_fault_at_a_system_call_of_a_background_save(
         for at in sorted({*range(0, last_rename, stride), *range(last_rename - 4, last_rename + 1)}):
             with monkeypatch.context() as patch:
                 fail_at(patch, at, code)
-                save = engine.save(runs / "step_2", wait=False, buffer_bytes=1)
+                save = engine.save(runs / "step_2", background=True, buffer_bytes=1)
                 save.wait()
             with pytest.raises(UserError, match=os.strerror(code)):
                 engine.wait_saved()
@@ -484,7 +484,7 @@ def test_the_next_step_tells_of_a_failed_save_once(
         train(engine, batches[:1])
         with monkeypatch.context() as patch:
             fail_at(patch, 40, errno.ENOSPC)
-            save = engine.save(tmp_path / "ckpt", wait=False, on_error=on_error, buffer_bytes=1)
+            save = engine.save(tmp_path / "ckpt", background=True, on_error=on_error, buffer_bytes=1)
             train(engine, batches[1:2]) if not save.done() else None
             save.wait()
         done = engine.step
@@ -509,7 +509,7 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
     with HostEngine(model, device="cpu", compute_dtype="bf16", threads=1, verify="never") as engine:
         for number in range(26):
             train(engine, batches)
-            save = engine.save(tmp_path / f"s{number}", wait=False, buffer_bytes=10**9)
+            save = engine.save(tmp_path / f"s{number}", background=True, buffer_bytes=10**9)
             train(engine, batches)
             save.result()
             files.remove_folder(tmp_path / f"s{number}")
@@ -699,7 +699,7 @@ def test_code_of_the_source_goes_along_only_when_it_is_trusted(tmp_path: Path) -
 def test_weights_only_in_the_background(tmp_path: Path) -> None:
     with engine_of() as engine:
         train(engine, data(1))
-        save = engine.save(tmp_path / "weights", wait=False, weights_only=True)
+        save = engine.save(tmp_path / "weights", background=True, weights_only=True)
         train(engine, data(1, 1))
         save.result()
         with pytest.raises(UserError, match="weights only"):

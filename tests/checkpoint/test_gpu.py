@@ -49,7 +49,7 @@ def test_a_save_under_training_is_of_one_step(
     with engine_of(family, **options) as engine:
         train(engine, family, range(2))
         wanted = planes_of(engine)
-        save = engine.save(tmp_path / "ckpt", wait=False, buffer_bytes=buffer_bytes)
+        save = engine.save(tmp_path / "ckpt", background=True, buffer_bytes=buffer_bytes)
         train(engine, family, range(2, 4))
         save.result()
     with engine_of(family, **options) as again:

@@ -138,7 +138,7 @@ def _save(engine: Any, checkpoint: Path, spans: list[Span]) -> None:
     started = time.perf_counter()
     engine.save(
         checkpoint,
-        wait=False,
+        background=True,
         then=lambda _: spans.append(Span("checkpoint", "save", started, time.perf_counter())),
     )
 

@@ -1,33 +1,69 @@
-"""What the engines have alike: counters of steps, the checks of what a step is given and has found, closing."""
+"""`Engine`: the interface of both engines, and the checks and counters that they share."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
+from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.engine import batches
+from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
+from megatrain.models.structure import Structure
 from megatrain.optim.adamw import AdamW
 
+Batch = Mapping[str, torch.Tensor]
+"""`input_ids`, `labels` and optionally `position_ids`, `document_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
 
-class EngineBase(ABC):
-    """An engine's surface, as far as it is the same whatever computes a step.
+
+class SaveHandle(Protocol):
+    """A save in progress, as `Engine.save` returns it."""
+
+    def done(self) -> bool:
+        """Whether the save has ended, successfully or not."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it has ended. Raises nothing."""
+        ...
+
+    def progress(self) -> SaveProgress:
+        """Bytes written so far and the time spent."""
+        ...
+
+    def result(self, timeout_s: float | None = None) -> SaveProgress:
+        """Block until it has ended, and return its statistics.
+
+        Raises:
+            UserError: The save failed.
+            TimeoutError: It did not end in time.
+        """
+        ...
+
+
+class Engine(ABC):
+    """Trains one model: everything outside `megatrain.engine` uses an engine through this interface.
 
     Args:
-        optim: AdamW's hyper-parameters.
-        seed: Of initialisation and dropout.
+        optim: AdamW's hyper-parameters, by default `AdamW()`.
+        seed: Seed of initialisation and dropout.
 
     Attributes:
-        step: Calls of `train_step`, skipped ones included.
-        updates: Updates applied to the moments: AdamW's step.
-        config: Of the model.
+        step: Calls of `train_step`, skipped steps included.
+        updates: Updates applied to the moments: AdamW's step number.
+        config: The model's Hugging Face config.
+        structure: The model's units and parameter names.
+        device: The device that computes.
     """
 
     config: Any
+    structure: Structure
+    device: torch.device
 
     def __init__(self, optim: AdamW | None, seed: int):
         self.optim = optim or AdamW()
@@ -37,12 +73,110 @@ class EngineBase(ABC):
         self._closed = False
 
     @abstractmethod
-    def close(self) -> None:
-        """Give all memory back. A closed engine refuses every further call."""
+    def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
+        """Run one optimizer step on all rows of `batch`. Returns when loss and gradient norm are known.
 
-    def prepare_save(self, buffer_bytes: int | None = None) -> None:  # noqa: B027  an engine need not
-        """A save in the background is some seconds away, and will get this `buffer_bytes`: time to make memory for its copies
-        ready, for an engine that keeps such. Returns at once."""
+        Args:
+            batch: CPU int64 tensors `input_ids`, `labels` (rows, T), -100 = no target, unshifted; optionally `position_ids`,
+                `document_ids`, `attention_mask` (rows, T).
+            learning_rate: Learning rate of this step; by default the optimizer's.
+
+        Raises:
+            UserError: The batch is malformed. Nothing was changed.
+        """
+
+    @abstractmethod
+    def backward(self, batch: Batch) -> StepResult:
+        """Compute the gradients of a step without an update; read them with `named_gradients`."""
+
+    @abstractmethod
+    def eval_step(self, batch: Batch) -> EvalResult:
+        """Loss of a batch in evaluation mode. Changes no state, nor what later training steps compute."""
+
+    @abstractmethod
+    def save(
+        self,
+        folder: str | Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        background: bool = False,
+        weights_only: bool = False,
+        on_error: Literal["stop", "warn"] = "stop",
+        buffer_bytes: int | None = None,
+        then: Callable[[SaveProgress], object] = lambda progress: None,
+    ) -> SaveHandle:
+        """Write a checkpoint that `from_pretrained` loads and from which `load` continues bit for bit.
+
+        Args:
+            folder: A folder that does not exist yet.
+            extra: JSON data to store with it; `load` returns it.
+            background: Return at once and write while training continues. A second save waits for the first.
+            weights_only: Write bf16 weights without training state, 2 bytes a parameter.
+            on_error: Effect of a failed background save on the next step: raise its error, or log a warning.
+            buffer_bytes: Limit on host memory for copies of units whose update comes before they are written; None: automatic.
+            then: Called in the writer's thread when the checkpoint is complete and verified, with the save's statistics.
+
+        Raises:
+            UserError: The folder exists, the disk is full, or (unless `background`) the system refuses a write.
+        """
+
+    def prepare_save(self, buffer_bytes: int | None = None) -> None:  # noqa: B027  optional
+        """Hint that a background save starts in a few seconds, so the engine can pre-allocate staging buffers. Does not block.
+
+        Args:
+            buffer_bytes: As `save` will get it.
+        """
+
+    @abstractmethod
+    def wait_saved(self) -> None:
+        """Block until no save is in progress. Raises or logs an error that has not been reported yet."""
+
+    @abstractmethod
+    def cancel_save(self) -> None:
+        """Abort the save in progress, if any, and remove what it has written."""
+
+    @abstractmethod
+    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
+        """Restore weights, moments and step counters from a checkpoint.
+
+        Args:
+            folder: A complete checkpoint of this model.
+            wait: False lets the engine return before all units are read, where it can read them during the next step.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            UserError: The checkpoint is damaged or belongs to another model.
+        """
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, master weights on the CPU) of every parameter; tied parameters once."""
+
+    @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, gradient on the CPU) after `backward`, before clipping, without the loss scale."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes of host and device memory by purpose."""
+
+    def counters(self) -> dict[str, int | float | str]:
+        """Counts, bytes and seconds of the latest step, for diagnosis; the keys depend on the engine."""
+        return {}
+
+    def interrupt(self, error: BaseException) -> bool:
+        """From another thread: end the step in progress, or the next one, with `error`; the state stays as before that step.
+
+        Returns:
+            False, without effect, where a step cannot be dropped.
+        """
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for background work, then free all memory. A closed engine refuses every further call."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,8 +188,8 @@ class EngineBase(ABC):
         if self._closed:
             raise EngineClosed("the engine is closed")
 
-    def _checked(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-        """The batch in the form that is computed, and its number of target tokens. See `batches.checked`."""
+    def _checked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
+        """The validated batch in the form the engine computes, and its number of target tokens. See `batches.checked`."""
         self._refuse_closed()
         vocabulary = self.config.get_text_config().vocab_size
         return batches.checked(batch, vocabulary, batches.most_positions(self.config))

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.config.schema import CheckpointConfig
+from megatrain.engine.base import Engine, SaveHandle
 from megatrain.errors import UserError
 from megatrain.run.folder import RunFolder
 from megatrain.units import GIB, gib
@@ -33,7 +34,7 @@ class RunSaves:
     belongs to the save, and removing a large checkpoint takes a while. `checkpoint` and `saved_step` are set there too.
 
     Args:
-        engine: Has `save`, `prepare_save`, `wait_saved` and `cancel_save` as `HostEngine`.
+        engine: The engine whose state is saved.
         folder: The run's.
         config: When and how.
         extra: Gives what to keep with a checkpoint.
@@ -44,7 +45,7 @@ class RunSaves:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         folder: RunFolder,
         config: CheckpointConfig,
         extra: Callable[[], dict[str, Any]],
@@ -56,7 +57,7 @@ class RunSaves:
         self._engine, self._folder, self._config, self._extra = engine, folder, config, extra
         self.saved_step, self.checkpoint, self._size_bytes = step, checkpoint, size_bytes
         self._state = state
-        self._running: Any = None
+        self._running: SaveHandle | None = None
         self._running_step = step
         self._said_s = 0.0
         self._lock = threading.Lock()
@@ -72,10 +73,10 @@ class RunSaves:
             )  # fmt: skip
         target = self._folder.checkpoint(step)
         if self._config.background:
-            self._attempt(target, lambda: self._start(target, step, wait=False))
+            self._attempt(target, lambda: self._start(target, step, background=True))
             return
         with self._saving(step):
-            self._attempt(target, lambda: self._start(target, step, wait=True))
+            self._attempt(target, lambda: self._start(target, step, background=False))
 
     def _saving(self, step: int, remark: str = "", *, shown: bool = False) -> AbstractContextManager[None]:
         """While training waits for a save."""
@@ -98,7 +99,7 @@ class RunSaves:
             self._engine.save(
                 target,
                 weights_only=True,
-                wait=not self._config.background,
+                background=self._config.background,
                 on_error=self._config.on_error,
                 buffer_bytes=self._buffer_bytes(),
             )
@@ -113,14 +114,14 @@ class RunSaves:
                 raise
             logger.warning("%s was not saved, training goes on: %s", target, error)
 
-    def _start(self, target: Path, step: int, *, wait: bool) -> None:
+    def _start(self, target: Path, step: int, *, background: bool) -> None:
         if target.exists():
             raise UserError("exists already; nothing is overwritten", str(target), "move it away")
         self._running_step, self._said_s = step, time.perf_counter()
         self._running = self._engine.save(
             target,
             extra=self._extra(),
-            wait=wait,
+            background=background,
             on_error=self._config.on_error,
             buffer_bytes=self._buffer_bytes(),
             then=lambda progress: self._ended(target, step, progress),
@@ -176,7 +177,7 @@ class RunSaves:
         self.settle()
         if step != self.saved_step:
             with self._saving(step, remark, shown=True):
-                self._start(self._folder.checkpoint(step), step, wait=True)
+                self._start(self._folder.checkpoint(step), step, background=False)
             self.report()
 
     def went_back(self, step: int, checkpoint: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_pat
             for number, room in enumerate((everything, everything // 3, 0)):
                 trained.load(tmp_path / "at-rest")
                 trained._desk.writers = [0] if number == 0 else [0, 1]
-                save = trained.save(tmp_path / f"ahead-{number}", extra={"a": 1}, wait=False, buffer_bytes=room)
+                save = trained.save(tmp_path / f"ahead-{number}", extra={"a": 1}, background=True, buffer_bytes=room)
                 for batch in BATCHES[1:3]:
                     trained.train_step(batch)
                 ahead = not save.done()
@@ -104,7 +104,7 @@ def test_a_failure_in_the_background_reaches_every_rank_at_the_same_step(on_erro
                 raise UserError("cannot be written: no space left on device", name)
 
             FolderWriter.write_tensors = full  # type: ignore[method-assign]
-            trained.save(tmp_path / "newer", wait=False, on_error=on_error)
+            trained.save(tmp_path / "newer", background=True, on_error=on_error)
             said = what_training_says(trained, lambda: on_error == "warn" and trained._desk.saving is None)
             return trained.step, said
 
@@ -276,7 +276,7 @@ def test_a_fault_at_another_writer_ends_the_save_everywhere(fault: Any, part: st
             trained.save(tmp_path / "older")
             if dist.get_rank() == 2:
                 fault(part)
-            trained.save(tmp_path / "newer", wait=False, buffer_bytes=0)
+            trained.save(tmp_path / "newer", background=True, buffer_bytes=0)
             said = what_training_says(trained)
             ended = trained.step
             loss = trained.train_step(BATCHES[0]).loss
@@ -296,7 +296,7 @@ def test_a_save_that_any_rank_gives_up_ends_everywhere(canceller: int, tmp_path:
         with engine(LAYOUTS["pipeline"]) as trained:
             trained._desk.writers = [0, 1]
             slow_writing(0.2)
-            save = trained.save(tmp_path / "newer", wait=False)
+            save = trained.save(tmp_path / "newer", background=True)
             dist.barrier()
             assert not save.done()
             if dist.get_rank() == canceller:
@@ -333,7 +333,7 @@ def test_training_goes_on_when_everything_is_read(writers: list[int], tmp_path: 
             everything = sum(trained.state.sent_bytes(unit, 3) for unit in trained.state.units)
             for number, room in enumerate((0, everything // 4)):
                 names.clear()
-                trained.save(tmp_path / str(number), wait=False, buffer_bytes=room)
+                trained.save(tmp_path / str(number), background=True, buffer_bytes=room)
                 found.append(names == sent)
                 trained.wait_saved()
         return found
@@ -401,7 +401,7 @@ def test_progress_counts_all_writers(tmp_path: Path) -> None:
         with engine(LAYOUTS["pipeline"]) as trained:
             trained._desk.writers = [0, 1]
             slow_writing(0.03)
-            save = trained.save(tmp_path / "two", wait=False)
+            save = trained.save(tmp_path / "two", background=True)
             seen = []
             while not save.done():
                 seen.append(save.progress().written_bytes)

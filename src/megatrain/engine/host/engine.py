@@ -26,7 +26,7 @@ from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.device.streams import Streams
 from megatrain.engine import batches
-from megatrain.engine.base import EngineBase, check_learning_rate, skip_reason
+from megatrain.engine.base import Engine, check_learning_rate, skip_reason
 from megatrain.engine.host import rng as randomness
 from megatrain.engine.host.assembly import dissect_source, fill, make_shell, make_store
 from megatrain.engine.host.buffers import BufferSettings, DeviceBuffers
@@ -63,7 +63,7 @@ from megatrain.optim.updater import CpuUpdater
 T = TypeVar("T")
 
 
-class HostEngine(EngineBase):
+class HostEngine(Engine):
     """Trains a Hugging Face causal language model whose state lives in host memory.
 
     Args:
@@ -399,10 +399,10 @@ class HostEngine(EngineBase):
 
     def save(
         self,
-        directory: str | Path,
+        folder: str | Path,
         extra: dict[str, Any] | None = None,
         *,
-        wait: bool = True,
+        background: bool = False,
         weights_only: bool = False,
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
@@ -411,9 +411,9 @@ class HostEngine(EngineBase):
         """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
 
         Args:
-            directory: A folder that does not exist yet.
+            folder: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
-            wait: False returns at once; the state of this moment is written while training goes on, see
+            background: Return at once and write the state of this moment while training continues, see
                 [Note: a unit while a save runs] in checkpoint/async_save.py. A second save waits for the first.
             weights_only: bf16 weights without training state, 2 bytes a parameter.
             on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
@@ -426,10 +426,10 @@ class HostEngine(EngineBase):
             The save: `done()`, `progress()`, `result()`.
 
         Raises:
-            UserError: The folder exists, the disk has no room, or (with `wait`) the system refuses a write.
+            UserError: The folder exists, the disk has no room, or (unless `background`) the system refuses a write.
         """
         self._refuse_closed()
-        if wait:
+        if not background:
             self._optimizer.wait_all()
         if self.store.resident_bytes:
             self._streams.synchronize()  # the writer copies them on a stream of its own
@@ -441,10 +441,10 @@ class HostEngine(EngineBase):
             "ladder": self._climb.as_dict(),
             "extra": extra or {},
         }
-        options = SaveOptions(wait, weights_only, on_error, buffer_bytes, then)
-        saving = self._desk.start_save(Path(directory), state, self._optimizer.pending(), options)
+        options = SaveOptions(not background, weights_only, on_error, buffer_bytes, then)
+        saving = self._desk.start_save(Path(folder), state, self._optimizer.pending(), options)
         self._optimizer.saving = saving
-        if wait:
+        if not background:
             saving.result()
             self._forget_ended_save()
         return saving
@@ -472,11 +472,11 @@ class HostEngine(EngineBase):
             self._desk.saving.cancel()
             self._forget_ended_save()
 
-    def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments, step and scaler from a checkpoint.
 
         Args:
-            directory: A complete checkpoint of this model.
+            folder: A complete checkpoint of this model.
             wait: False returns when the units on the device are there; the others stream in while the first forward runs,
                 see [Note: lazy reading] in checkpoint/reader.py. A damaged tensor is then found by the step that needs it.
 
@@ -488,13 +488,13 @@ class HostEngine(EngineBase):
                 is as it was; otherwise the engine refuses to compute until a load succeeds.
         """
         super()._refuse_closed()  # a failed load is no obstacle
-        refuse_other_config(Path(directory), self.config)
+        refuse_other_config(Path(folder), self.config)
         self._desk.wait_saved()
         self._forget_ended_save()
         self._optimizer.forget(self._desk.cancel_load())
         self._optimizer.wait_all()
         self._streams.synchronize()
-        loading, state = self._desk.start_load(Path(directory))
+        loading, state = self._desk.start_load(Path(folder))
         self._optimizer.expect(loading.futures)
         self._flows.weights.drop_all()
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]

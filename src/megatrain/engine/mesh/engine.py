@@ -28,7 +28,7 @@ from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.checkpoint.manager import SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
-from megatrain.engine.base import EngineBase, check_learning_rate, skip_reason
+from megatrain.engine.base import Engine, check_learning_rate, skip_reason
 from megatrain.engine.host.assembly import build_model, config_of, refuse_unmatched_groups
 from megatrain.engine.mesh import context_parallel as context
 from megatrain.engine.mesh import exact, launch
@@ -63,7 +63,7 @@ MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE = {**MASTERS, "bf16": torch.bfloat16}
 
 
-class MeshEngine(EngineBase):
+class MeshEngine(Engine):
     """Trains a Hugging Face causal language model whose state is sharded over the processes of a mesh.
 
     Args:
@@ -251,10 +251,10 @@ class MeshEngine(EngineBase):
 
     def save(
         self,
-        directory: str | Path,
+        folder: str | Path,
         extra: dict[str, Any] | None = None,
         *,
-        wait: bool = True,
+        background: bool = False,
         weights_only: bool = False,
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
@@ -266,24 +266,24 @@ class MeshEngine(EngineBase):
         writes, with two gathered units in memory at most. See [Note: a mesh save].
 
         Args:
-            directory: A folder that does not exist yet.
+            folder: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
-            wait: Return when it is on the disk; otherwise as soon as training may go on.
+            background: Return as soon as training may continue, instead of when it is on the disk.
             weights_only: bf16 weights without training state.
             on_error: What a failure in the background does at the next step: end training on every rank, or warn.
             buffer_bytes: Host memory of this rank for copies; None: half of what is available, shared with the host's ranks.
             then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back, with how it went.
 
         Raises:
-            UserError: It failed before it began, or (`wait`) at all: where it failed with the reason, elsewhere with that rank.
+            UserError: It failed before it began, or (unless `background`) at all: where it failed with the reason, elsewhere with that rank.
         """
         self._refuse_closed()
         if self._compute == "fp64":
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
         kept = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra or {}}
         with self.watch("save"):
-            options = SaveOptions(wait, weights_only, on_error, buffer_bytes, then)
-            return self._desk.start(Path(directory), kept, options)
+            options = SaveOptions(not background, weights_only, on_error, buffer_bytes, then)
+            return self._desk.start(Path(folder), kept, options)
 
     def wait_saved(self) -> None:
         """Wait for the save in progress, if there is one. Collective. Raises as the next step would."""
@@ -294,14 +294,14 @@ class MeshEngine(EngineBase):
         """Give a save in progress up; nothing of it is left. For a rank that must end: not collective."""
         self._desk.cancel()
 
-    def load(self, directory: str | Path, *, wait: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
 
         Each rank reads its own parts of the tensors alone, and verifies a share of the checkpoint, so that all together read
         it twice whatever their number. What the family saves in another form than it computes with is read by whole units.
 
         Args:
-            directory: A complete checkpoint of this model.
+            folder: A complete checkpoint of this model.
             wait: All is there on return in either case.
 
         Returns:
@@ -311,10 +311,10 @@ class MeshEngine(EngineBase):
             UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
         """
         super()._refuse_closed()  # a failed load is no obstacle
-        refuse_other_config(Path(directory), self.config)
+        refuse_other_config(Path(folder), self.config)
         self.wait_saved()
         with self.watch("load"):
-            return self._load(Path(directory))
+            return self._load(Path(folder))
 
     def _load(self, directory: Path) -> dict[str, Any]:
         state: dict[str, Any] | None = None
