@@ -275,7 +275,8 @@ class MeshEngine(Engine):
             then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back, with how it went.
 
         Raises:
-            UserError: It failed before it began, or (unless `background`) at all: where it failed with the reason, elsewhere with that rank.
+            UserError: It failed before it began, or (unless `background`) at all: where it failed with the reason, elsewhere
+                with that rank.
         """
         self._refuse_closed()
         if self._compute == "fp64":
