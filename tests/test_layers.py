@@ -137,5 +137,10 @@ def test_every_command_starts_without_torch() -> None:
 
 def test_config_data_and_metrics_know_no_engine() -> None:
     for name in ("config", "data", "metrics"):
-        used = {package(u) for module, uses in GRAPH.items() for u in uses if module != "megatrain" and package(module) == name}
+        used = {
+            package(u)
+            for module, uses in GRAPH.items()
+            for u in uses
+            if module != "megatrain" and package(module) == name
+        }
         assert used <= {name, "errors", "units"}, used
