@@ -13,12 +13,13 @@ from host_step import config_folder
 from torch.nn.functional import cross_entropy
 
 from megatrain.device.attention import fastest_attention, measured_backends
+from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.store import UnitPlanes
 from megatrain.models.build import build_meta_model, load_model_config
 from megatrain.models.structure import dissect
 from megatrain.models.templates import LayerCode
-from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
-from megatrain.optim.device import update_
-from megatrain.optim.reference import adamw_
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import segments_of
 
 
 def seconds(run, repeat=5):
@@ -34,17 +35,23 @@ def seconds(run, repeat=5):
 
 def gpu_adamw(numel=193_000_000):
     g = torch.randn(numel, device="cuda").bfloat16()
-    planes = [torch.randn(numel, device="cuda").bfloat16(), torch.randint(-9, 9, (numel,), device="cuda").short()]
-    planes += [torch.randn(numel, device="cuda") * 0.1, torch.rand(numel, device="cuda") * 0.1]
-    twin = [p.clone() for p in planes]
+    kinds = {
+        "hi": torch.randn(numel, device="cuda").bfloat16(),
+        "lo": torch.randint(-9, 9, (numel,), device="cuda").short(),
+        "m": torch.randn(numel, device="cuda") * 0.1,
+        "v": torch.rand(numel, device="cuda") * 0.1,
+    }
+    layout, optim = FlatLayout((), numel), AdamW()
+    planes = UnitPlanes.of("unit", layout, kinds)
+    twin = UnitPlanes.of("unit", layout, {kind: plane.clone() for kind, plane in kinds.items()})
     segments = segments_of(
-        [("a.weight", (numel // 2, 1), 0, numel // 2), ("b", (numel // 2,), numel // 2, numel // 2)], AdamW()
+        [("a.weight", (numel // 2, 1), 0, numel // 2), ("b", (numel // 2,), numel // 2, numel // 2)], optim
     )
-    coefficients = StepCoefficients.of(AdamW(), 3, 1e-3, 0.37)
-    update_(*planes, g, segments, coefficients)
-    adamw_(*twin, g, segments, coefficients)
-    same = [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(planes, twin, strict=True)]
-    t = seconds(lambda: update_(*planes, g, segments, coefficients))
+    coefficients = optim.coefficients(3, 1e-3, 0.37)
+    optim.update_on_device(planes, g, segments, coefficients)
+    optim.update_unit_(twin, g, segments, coefficients)
+    same = [torch.equal(plane.view(torch.uint8), twin.state()[kind].view(torch.uint8)) for kind, plane in kinds.items()]
+    t = seconds(lambda: optim.update_on_device(planes, g, segments, coefficients))
     print(f"gpu adamw: same bits {same}, {numel / t / 1e9:.1f} G params/s", flush=True)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain.errors import PlanRefused as PlanRefused
     from megatrain.errors import UserError as UserError
     from megatrain.optim.adamw import AdamW as AdamW
-    from megatrain.optim.adamw import ParamGroup as ParamGroup
+    from megatrain.optim.spec import ParamGroup as ParamGroup
     from megatrain.run.evaluate import evaluate as evaluate
     from megatrain.run.loop import train as train
     from megatrain.run.prepare import check as check
@@ -35,7 +35,7 @@ _HOME = {
     "HostEngine": "megatrain.engine.host.engine",
     "MegatrainError": "megatrain.errors",
     "NumericStop": "megatrain.errors",
-    "ParamGroup": "megatrain.optim.adamw",
+    "ParamGroup": "megatrain.optim.spec",
     "PlanRefused": "megatrain.errors",
     "RunConfig": "megatrain.config.schema",
     "StepResult": "megatrain.engine.results",

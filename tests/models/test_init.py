@@ -72,7 +72,7 @@ def test_model_is_on_meta_again_and_global_random_state_is_untouched():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.is_meta for p in hosted.structure.model.parameters())
     assert {name: id(p) for name, p in hosted.structure.model.named_parameters()} == before
-    assert not hosted.store.units["layer.0"].m.any()
+    assert not hosted.store.units["layer.0"].states["m"].any()
 
 
 def test_same_seed_same_bits_whatever_the_depth_of_the_model():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatrain.errors import UserError
-from megatrain.optim.adamw import AdamW, ParamGroup, Segment, StepCoefficients, segments_of, unmatched_groups
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import ParamGroup, Segment, segments_of, unmatched_groups
 
 LAYER = [
     ("model.layers.0.self_attn.q_proj.weight", (8, 8), 0, 64),
@@ -97,11 +98,11 @@ def test_zero_rate_no_decay_and_no_clipping_are_allowed() -> None:
 
 def test_coefficients_are_taken_in_float64_and_rounded_once() -> None:
     optim = AdamW(learning_rate=3e-5, betas=(0.9, 0.95), weight_decay=0.1)
-    scalars = StepCoefficients.of(optim, step=3, gradient_scale=0.25).scalars(Segment(0, 1, 0.1, 0.5))
+    scalars = optim.coefficients(step=3, gradient_scale=0.25).scalars(Segment(0, 1, 0.1, 0.5))
     assert {type(scalar) for scalar in scalars} == {np.float32}
     assert scalars.decay == np.float32(1 - 1.5e-5 * 0.1)
     assert scalars.step_size == np.float32(1.5e-5 / (1 - 0.9**3))
     assert scalars.bias_correction2_sqrt == np.float32(math.sqrt(1 - 0.95**3))
     assert scalars.one_minus_beta2 == np.float32(1 - 0.95)
     assert scalars.gradient_scale == 0.25
-    assert StepCoefficients.of(optim, 1, learning_rate=1.0).learning_rate == 1.0
+    assert optim.coefficients(1, learning_rate=1.0).learning_rate == 1.0

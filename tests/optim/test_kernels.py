@@ -11,43 +11,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.planes import join, split_
+from megatrain.host_memory.store import UnitPlanes
 from megatrain.optim import kernels
-from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
-from megatrain.optim.reference import adamw_
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import Segment, StepCoefficients
 
 F32_MAX = torch.finfo(torch.float32).max
 N = 5003  # odd: vector loops and their scalar remainders both run
 
 
-def make_planes(master_N: Tensor, split: bool) -> dict[str, Any]:
-    m, v = torch.zeros_like(master_N), torch.zeros_like(master_N)
+def make_planes(master_N: Tensor, split: bool) -> UnitPlanes:
+    layout, states = FlatLayout((), N), {"m": torch.zeros(N), "v": torch.zeros(N)}
     if not split:
-        return {"hi": master_N.clone(), "lo": None, "m": m, "v": v}
+        return UnitPlanes("layer.0", layout, master_N.clone(), None, states)
     hi, lo = torch.empty(master_N.shape, dtype=torch.bfloat16), torch.empty(master_N.shape, dtype=torch.int16)
     split_(master_N, hi, lo)
-    return {"hi": hi, "lo": lo, "m": m, "v": v}
+    return UnitPlanes("layer.0", layout, hi, lo, states)
 
 
-def master_of(planes: dict[str, Any]) -> Tensor:
-    return planes["hi"].clone() if planes["lo"] is None else join(planes["hi"], planes["lo"])
+def moved(planes: UnitPlanes, device: str) -> UnitPlanes:
+    return UnitPlanes.of("layer.0", planes.layout, {kind: plane.to(device) for kind, plane in planes.state().items()})
+
+
+def master_of(planes: UnitPlanes) -> Tensor:
+    return planes.hi.clone() if planes.lo is None else join(planes.hi, planes.lo)
 
 
 def run_kernel(
-    planes: dict[str, Any], grad: Tensor, segments: list[Segment], coefficients: StepCoefficients, piece: int = N
+    planes: UnitPlanes, grad: Tensor, segments: list[Segment], coefficients: StepCoefficients, piece: int = N
 ) -> None:
-    arrays = [kernels.bits_view(plane) for plane in (*planes.values(), grad) if plane is not None]
-    kernel = kernels.adamw_whole if planes["lo"] is None else kernels.adamw_split
+    kernel = AdamW().host_kernel(planes, grad)
     for segment in segments:
         for start in range(segment.start, segment.end, piece):
-            kernel(*arrays, start, min(start + piece, segment.end), coefficients.scalars(segment))
+            kernel(start, min(start + piece, segment.end), coefficients.scalars(segment))
 
 
-def assert_same_bits(planes: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, plane in expected.items():
-        if plane is not None:
-            integers = torch.int16 if plane.element_size() == 2 else torch.int32
-            assert torch.equal(planes[name].view(integers), plane.view(integers)), name
+def assert_same_bits(planes: UnitPlanes, expected: UnitPlanes) -> None:
+    assert planes.state().keys() == expected.state().keys()
+    for name, plane in expected.state().items():
+        integers = torch.int16 if plane.element_size() == 2 else torch.int32
+        assert torch.equal(planes.state()[name].view(integers), plane.view(integers)), name
 
 
 def wide_range(seed: int, scale: float = 1.0) -> Tensor:
@@ -66,17 +71,17 @@ def test_kernel_and_torch_reference_give_the_same_bits(split: bool, grad_dtype: 
     planes, expected = make_planes(wide_range(0), split), make_planes(wide_range(0), split)
     for step in range(1, 6):
         grad = wide_range(step).to(grad_dtype)
-        coefficients = StepCoefficients.of(AdamW(eps=1e-6), step, learning_rate=1e-3 / step, gradient_scale=0.37)
+        coefficients = AdamW(eps=1e-6).coefficients(step, learning_rate=1e-3 / step, gradient_scale=0.37)
         run_kernel(planes, grad, segments, coefficients)
-        adamw_(**expected, grad=grad, segments=segments, coefficients=coefficients)
+        AdamW().update_unit_(expected, grad, segments, coefficients)
         assert_same_bits(planes, expected)
-    assert planes["m"].abs().max() > 0
+    assert planes.states["m"].abs().max() > 0
 
 
 def test_bits_do_not_depend_on_the_cut_into_pieces() -> None:
     whole, cut = make_planes(wide_range(1), True), make_planes(wide_range(1), True)
     for step in (1, 2, 3):
-        grad, coefficients = wide_range(10 + step).bfloat16(), StepCoefficients.of(AdamW(), step)
+        grad, coefficients = wide_range(10 + step).bfloat16(), AdamW().coefficients(step)
         run_kernel(whole, grad, [Segment(0, N, 0.1, 1.0)], coefficients)
         run_kernel(cut, grad, [Segment(0, N, 0.1, 1.0)], coefficients, piece=37)
     assert_same_bits(cut, whole)
@@ -84,14 +89,10 @@ def test_bits_do_not_depend_on_the_cut_into_pieces() -> None:
 
 def test_the_reference_works_in_blocks_of_bounded_size(monkeypatch) -> None:
     whole, blocks = make_planes(wide_range(1), True), make_planes(wide_range(1), True)
-    arguments: dict[str, Any] = {
-        "grad": wide_range(2),
-        "segments": [Segment(3, N, 0.1, 1.0)],
-        "coefficients": StepCoefficients.of(AdamW(), 1),
-    }
-    adamw_(**whole, **arguments)
-    monkeypatch.setattr("megatrain.optim.reference._BLOCK_NUMEL", 100)
-    adamw_(**blocks, **arguments)
+    arguments: Any = (wide_range(2), [Segment(3, N, 0.1, 1.0)], AdamW().coefficients(1))
+    AdamW().update_unit_(whole, *arguments)
+    monkeypatch.setattr("megatrain.optim.spec.BLOCK_NUMEL", 100)
+    AdamW().update_unit_(blocks, *arguments)
     assert_same_bits(blocks, whole)
 
 
@@ -101,13 +102,13 @@ def test_the_reference_works_in_blocks_of_bounded_size(monkeypatch) -> None:
 def test_kernel_on_the_host_and_reference_on_the_gpu_give_the_same_bits(split: bool, grad_dtype: torch.dtype) -> None:
     segments = [Segment(0, N, 0.1, 1.0)]
     planes = make_planes(wide_range(0), split)
-    resident: dict[str, Any] = {name: None if plane is None else plane.cuda() for name, plane in planes.items()}
+    resident = moved(planes, "cuda")
     for step in range(1, 6):
         grad = wide_range(step).to(grad_dtype)
-        coefficients = StepCoefficients.of(AdamW(), step, learning_rate=1e-3, gradient_scale=0.37)
+        coefficients = AdamW().coefficients(step, learning_rate=1e-3, gradient_scale=0.37)
         run_kernel(planes, grad, segments, coefficients)
-        adamw_(**resident, grad=grad.cuda(), segments=segments, coefficients=coefficients)
-    assert_same_bits(planes, {name: None if plane is None else plane.cpu() for name, plane in resident.items()})
+        AdamW().update_unit_(resident, grad.cuda(), segments, coefficients)
+    assert_same_bits(planes, moved(resident, "cpu"))
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
@@ -129,9 +130,9 @@ def test_five_steps_follow_torch_adamw_with_decay_and_a_changing_rate(split: boo
         decayed.grad, plain.grad = grad[:3000] * 0.5, grad[3000:] * 0.5
         theirs.step()
         optim = AdamW(betas=(0.9, 0.95))
-        run_kernel(planes, grad, segments, StepCoefficients.of(optim, step, learning_rate, gradient_scale=0.5))
+        run_kernel(planes, grad, segments, optim.coefficients(step, learning_rate, gradient_scale=0.5))
     torch.testing.assert_close(master_of(planes), torch.cat([decayed, plain]).detach(), rtol=1e-6, atol=1e-9)
-    for name, plane in (("exp_avg", planes["m"]), ("exp_avg_sq", planes["v"])):
+    for name, plane in (("exp_avg", planes.states["m"]), ("exp_avg_sq", planes.states["v"])):
         expected = torch.cat([theirs.state[decayed][name], theirs.state[plain][name]])
         torch.testing.assert_close(plane, expected, rtol=1e-6, atol=5e-8)  # absolute: where gradients cancel in m
 
@@ -147,44 +148,43 @@ def test_a_rate_of_1e_6_moves_split_weights_as_fp32_does_where_bf16_stands_still
         fp32.grad, bf16.grad = grad.float(), grad
         for optimizer in theirs:
             optimizer.step()
-        run_kernel(planes, grad, [Segment(0, N, 0.0, 1.0)], StepCoefficients.of(AdamW(learning_rate=1e-6), step))
-    moved, expected = master_of(planes) - master, fp32.detach() - master
+        run_kernel(planes, grad, [Segment(0, N, 0.0, 1.0)], AdamW(learning_rate=1e-6).coefficients(step))
+    change, expected = master_of(planes) - master, fp32.detach() - master
     assert expected.abs().median() > 2e-5
     torch.testing.assert_close(master_of(planes), fp32.detach(), rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=2e-8)
+    torch.testing.assert_close(change, expected, rtol=1e-3, atol=2e-8)
     assert (bf16.detach() == master.bfloat16()).float().mean() > 0.5, "the contrast: bf16 weights mostly stand still"
 
 
 def test_elements_without_gradient_and_weight_stay_zero() -> None:
     planes = make_planes(torch.zeros(N), split=True)
     for step in range(1, 4):
-        run_kernel(
-            planes, torch.zeros(N), [Segment(0, N, 0.1, 1.0)], StepCoefficients.of(AdamW(learning_rate=1.0), step)
-        )
-    assert all(not plane.any() for plane in planes.values() if plane is not None)
+        run_kernel(planes, torch.zeros(N), [Segment(0, N, 0.1, 1.0)], AdamW(learning_rate=1.0).coefficients(step))
+    assert all(not plane.any() for plane in planes.state().values())
 
 
 def test_elements_outside_the_segment_keep_every_byte() -> None:
     planes, before = make_planes(wide_range(3), True), make_planes(wide_range(3), True)
-    run_kernel(planes, wide_range(4), [Segment(100, 200, 0.1, 1.0)], StepCoefficients.of(AdamW(), 1))
-    for name, plane in planes.items():
-        assert torch.equal(plane[:100], before[name][:100])
-        assert torch.equal(plane[200:], before[name][200:])
-        assert not torch.equal(plane[100:200], before[name][100:200])
+    run_kernel(planes, wide_range(4), [Segment(100, 200, 0.1, 1.0)], AdamW().coefficients(1))
+    for name, plane in planes.state().items():
+        old = before.state()[name]
+        assert torch.equal(plane[:100], old[:100])
+        assert torch.equal(plane[200:], old[200:])
+        assert not torch.equal(plane[100:200], old[100:200])
 
 
 def test_a_first_moment_without_gradient_ends_at_zero_not_at_a_subnormal() -> None:
     planes = make_planes(torch.ones(N), split=False)
-    planes["m"].fill_(1e-37)
+    planes.states["m"].fill_(1e-37)
     for step in range(1, 60):
-        run_kernel(planes, torch.zeros(N), [Segment(0, N, 0.0, 1.0)], StepCoefficients.of(AdamW(), step))
-    assert not planes["m"].any()
+        run_kernel(planes, torch.zeros(N), [Segment(0, N, 0.0, 1.0)], AdamW().coefficients(step))
+    assert not planes.states["m"].any()
 
 
 def test_a_first_moment_that_is_nan_is_not_hidden() -> None:
     planes = make_planes(torch.ones(N), split=False)
-    run_kernel(planes, torch.full((N,), float("nan")), [Segment(0, N, 0.0, 1.0)], StepCoefficients.of(AdamW(), 1))
-    assert planes["m"].isnan().all()
+    run_kernel(planes, torch.full((N,), float("nan")), [Segment(0, N, 0.0, 1.0)], AdamW().coefficients(1))
+    assert planes.states["m"].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -221,9 +221,7 @@ def test_the_sum_of_squares_is_finite_exactly_if_every_gradient_is(index: int, v
 def test_the_update_vectorises_and_does_not_fuse() -> None:
     for split in (True, False):
         for grad in (torch.zeros(N), torch.zeros(N).bfloat16()):
-            run_kernel(
-                make_planes(torch.zeros(N), split), grad, [Segment(0, N, 0.0, 1.0)], StepCoefficients.of(AdamW(), 1)
-            )
+            run_kernel(make_planes(torch.zeros(N), split), grad, [Segment(0, N, 0.0, 1.0)], AdamW().coefficients(1))
     for kernel in (kernels.adamw_split, kernels.adamw_whole):
         assembly = kernel.inspect_asm()
         assert len(assembly) >= 2

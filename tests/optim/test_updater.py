@@ -6,7 +6,6 @@ import threading
 import time
 import traceback
 import weakref
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.errors import EngineClosed
+from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.planes import split_
+from megatrain.host_memory.store import UnitPlanes
 from megatrain.optim import kernels
-from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
-from megatrain.optim.reference import adamw_
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import Segment
 from megatrain.optim.updater import PIECE_ALIGN, PIECE_MOST, SUM_PIECE, CpuUpdater, cut_pieces
 
 SOON_S = 1.0  # "within a second"
@@ -27,22 +28,17 @@ SEGMENTS = (Segment(0, 5000, 0.1, 1.0), Segment(5000, 5008, 0.0, 1.0), Segment(5
 PIECES = [(0, 1), (1, 2), (2, 3)]
 
 
-@dataclass
-class UnitPlanes:
-    hi: Tensor
-    lo: Tensor | None
-    m: Tensor
-    v: Tensor
+def planes_of(hi: Tensor, lo: Tensor | None) -> UnitPlanes:
+    return UnitPlanes("layer.0", FlatLayout((), N), hi, lo, {"m": torch.zeros(N), "v": torch.zeros(N)})
 
 
 def make_planes(seed: int, split: bool = True) -> UnitPlanes:
     master = torch.randn(N, generator=torch.Generator().manual_seed(seed))
     if not split:
-        return UnitPlanes(master, None, torch.zeros(N), torch.zeros(N))
-    planes = UnitPlanes(torch.zeros(N).bfloat16(), torch.zeros(N, dtype=torch.int16), torch.zeros(N), torch.zeros(N))
-    assert planes.lo is not None
-    split_(master, planes.hi, planes.lo)
-    return planes
+        return planes_of(master, None)
+    hi, lo = torch.zeros(N).bfloat16(), torch.zeros(N, dtype=torch.int16)
+    split_(master, hi, lo)
+    return planes_of(hi, lo)
 
 
 def make_grad(seed: int, numel: int = N) -> Tensor:
@@ -75,31 +71,32 @@ def test_units_get_the_reference_bits_whatever_the_threads(threads: int, split: 
     units = {f"layer.{i}": (make_planes(i, split), make_planes(i, split)) for i in range(3)}
     with CpuUpdater(threads) as updater:
         for step in (1, 2):
-            coefficients = StepCoefficients.of(AdamW(), step, learning_rate=1e-2, gradient_scale=0.3)
+            coefficients = AdamW().coefficients(step, learning_rate=1e-2, gradient_scale=0.3)
             for i, (unit, (planes, expected)) in enumerate(units.items()):
                 grad = make_grad(10 * step + i).to(grad_dtype)
-                updater.submit_update(unit, planes, grad, SEGMENTS, coefficients)
-                adamw_(expected.hi, expected.lo, expected.m, expected.v, grad, SEGMENTS, coefficients)
+                updater.submit_update(unit, AdamW(), planes, grad, SEGMENTS, coefficients)
+                AdamW().update_unit_(expected, grad, SEGMENTS, coefficients)
         updater.drain()
     for planes, expected in units.values():
-        for name in ("hi", "lo", "m", "v") if split else ("hi", "m", "v"):
-            assert torch.equal(getattr(planes, name), getattr(expected, name)), name
+        assert ("lo" in planes.state()) == split
+        for name, plane in planes.state().items():
+            assert torch.equal(plane, expected.state()[name]), name
 
 
 def test_an_update_sees_the_additions_submitted_before_it(updater: CpuUpdater) -> None:
     planes, expected, plane = make_planes(0), make_planes(0), torch.full((N,), float("nan"))
     slabs = [make_grad(i).bfloat16() for i in range(4)]
-    coefficients = StepCoefficients.of(AdamW(), 1)
+    coefficients = AdamW().coefficients(1)
     for i, slab in enumerate(slabs):
         updater.submit_add("layer.0", plane, slab, first=i == 0, after=lambda: time.sleep(0.01))
     square = updater.submit_sumsq("layer.0", plane)
-    done = updater.submit_update("layer.0", planes, plane, SEGMENTS, coefficients)
+    done = updater.submit_update("layer.0", AdamW(), planes, plane, SEGMENTS, coefficients)
     assert done.result(10) is None
     total = slabs[0].float() + slabs[1].float() + slabs[2].float() + slabs[3].float()
     assert torch.equal(plane, total)
     assert square.result(0) == pytest.approx(total.double().square().sum().item(), rel=1e-12)
     assert expected.lo is not None
-    adamw_(expected.hi, expected.lo, expected.m, expected.v, total, SEGMENTS, coefficients)
+    AdamW().update_unit_(expected, total, SEGMENTS, coefficients)
     assert torch.equal(planes.hi, expected.hi)
 
 
@@ -135,20 +132,16 @@ def test_pieces_cover_a_unit_once_and_are_neither_tiny_nor_huge(numel: int, thre
 
 
 def test_planes_of_the_wrong_kind_are_refused_at_once(updater: CpuUpdater) -> None:
-    coefficients = StepCoefficients.of(AdamW(), 1)
+    coefficients = AdamW().coefficients(1)
     wrong = [
         (make_planes(0), make_grad(0)[:-1], SEGMENTS),
         (make_planes(0), make_grad(0).half(), SEGMENTS),
         (make_planes(0), make_grad(0), (Segment(0, N + 1, 0.0, 1.0),)),
-        (
-            UnitPlanes(torch.zeros(N), torch.zeros(N, dtype=torch.int16), torch.zeros(N), torch.zeros(N)),
-            make_grad(0),
-            SEGMENTS,
-        ),
+        (planes_of(torch.zeros(N), torch.zeros(N, dtype=torch.int16)), make_grad(0), SEGMENTS),
     ]
     for planes, grad, segments in wrong:
         with pytest.raises(AssertionError):
-            updater.submit_update("layer.0", planes, grad, segments, coefficients)
+            updater.submit_update("layer.0", AdamW(), planes, grad, segments, coefficients)
     updater.drain()
 
 
@@ -388,8 +381,10 @@ def test_what_was_compiled_ahead_is_what_an_update_runs(
     name = "adamw_split" if split else "adamw_whole"
     fresh = kernels._compiled(getattr(kernels, name).py_func)
     monkeypatch.setattr(kernels, name, fresh)
-    updater.submit_compilation(split, gradient).result()
+    updater.submit_compilation(AdamW(), split, gradient).result()
     [signature] = fresh.signatures
-    coefficients = StepCoefficients.of(AdamW(), 1)
-    updater.submit_update("a", make_planes(1, split), make_grad(1).to(gradient), SEGMENTS, coefficients).result()
+    coefficients = AdamW().coefficients(1)
+    updater.submit_update(
+        "a", AdamW(), make_planes(1, split), make_grad(1).to(gradient), SEGMENTS, coefficients
+    ).result()
     assert fresh.signatures == [signature], "the update compiled its kernel again"

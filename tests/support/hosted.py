@@ -16,6 +16,7 @@ from megatrain.host_memory.store import HostStore
 from megatrain.models.build import build_meta_model, load_model_config
 from megatrain.models.structure import Structure, dissect, persistent_buffers
 from megatrain.models.weights import load_weights
+from megatrain.optim.adamw import AdamW
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -40,8 +41,7 @@ class Hosted:
         return {
             f"{name}.{plane}": tensor
             for name, unit in self.store.units.items()
-            for plane in ("hi", "lo", "m", "v")
-            if (tensor := getattr(unit, plane)) is not None
+            for plane, tensor in unit.state().items()
         }
 
     def randomise(self, seed: int) -> None:
@@ -51,13 +51,18 @@ class Hosted:
             planes = self.store.units[unit.name]
             for entry in unit.layout.entries:
                 planes.write_master(entry.name, torch.randn(entry.shape, generator=generator) * 0.3)
-                planes.layout.view(planes.m, entry.name).normal_(generator=generator)
-                planes.layout.view(planes.v, entry.name).uniform_(generator=generator)
+                planes.layout.view(planes.states["m"], entry.name).normal_(generator=generator)
+                planes.layout.view(planes.states["v"], entry.name).uniform_(generator=generator)
 
 
 def host(model: PreTrainedModel, split: bool) -> Hosted:
     structure = dissect(model)
-    store = HostStore([(unit.name, unit.layout) for unit in structure.units], split=split, grad_dtype=None)
+    store = HostStore(
+        [(unit.name, unit.layout) for unit in structure.units],
+        split=split,
+        states=AdamW().state_dtypes,
+        grad_dtype=None,
+    )
     return Hosted(structure, store, persistent_buffers(model))
 
 
@@ -95,6 +100,7 @@ def save_as(hosted: Hosted, target: Path, state: dict[str, Any], source: Path | 
         target,
         structure=hosted.structure,
         store=hosted.store,
+        optim=AdamW(),
         buffers=hosted.buffers,
         state=state,
         source_folder=source,
@@ -105,7 +111,9 @@ def save_as(hosted: Hosted, target: Path, state: dict[str, Any], source: Path | 
 
 
 def load(target: Path, hosted: Hosted) -> dict:
-    return load_checkpoint(target, structure=hosted.structure, store=hosted.store, buffers=hosted.buffers)
+    return load_checkpoint(
+        target, structure=hosted.structure, store=hosted.store, optim=AdamW(), buffers=hosted.buffers
+    )
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

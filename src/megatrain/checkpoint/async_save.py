@@ -131,7 +131,6 @@ class RunningSave:
         self._store, self._updates, self._buffer_bytes, self._then = store, dict(updates), buffer_bytes, then
         self._reader = reader or HostReader(torch.device("cpu"))
         self._memory = memory or CopyMemory()
-        self._kinds = ("hi", "lo") if plan.weights_only else ("hi", "lo", "m", "v")
         self._changed = threading.Condition()
         self._states = {unit.name: UnitState.PENDING for unit in plan.units}
         self._copies: dict[str, UnitPlanes] = {}
@@ -399,12 +398,12 @@ class RunningSave:
     def _empty_copy(self, planes: UnitPlanes) -> UnitPlanes:
         """Memory for a copy of what is saved of a unit."""
         copies = {kind: self._memory.like(plane) for kind, plane in self._saved(planes).items()}
-        nothing = dict.fromkeys(("m", "v"), torch.empty(0))
-        return UnitPlanes(planes.name, planes.layout, **{"lo": None, **nothing, **copies})
+        return UnitPlanes.of(planes.name, planes.layout, copies)
 
     def _saved(self, planes: UnitPlanes) -> dict[str, torch.Tensor]:
         """The planes of a unit that are written, by kind."""
-        return {kind: plane for kind, plane in planes.state().items() if kind in self._kinds}
+        left_out = planes.states if self.plan.weights_only else {}
+        return {kind: plane for kind, plane in planes.state().items() if kind not in left_out}
 
     def _size_of(self, planes: UnitPlanes) -> int:
         return sum(plane.nbytes for plane in self._saved(planes).values())

@@ -22,7 +22,8 @@ STATE_FILE = "state.json"
 STATE_FOLDER = "state"
 WEIGHTS_DTYPE = torch.bfloat16
 """Type of the weights that transformers loads; what it keeps in fp32 is fp32 here as well."""
-MOMENTS = ("m", "v")
+DEFAULT_OPTIMIZER = "AdamW"
+"""Whose checkpoint it is where `state.json` names no `optimizer`."""
 
 
 def state_key(plane: str, full_name: str) -> str:

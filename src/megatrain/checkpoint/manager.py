@@ -29,6 +29,7 @@ from megatrain.errors import UserError
 from megatrain.host_memory.store import HostStore
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.structure import Structure, Unit
+from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class CheckpointManager:
     Args:
         structure: The model.
         store: Its planes.
+        optim: The optimizer, whose states are among them.
         buffers: Its buffers by full name, on the CPU.
         mirrors: The same buffers on the device; on a CPU the very same tensors.
         source_folder: Where the model came from.
@@ -72,6 +74,7 @@ class CheckpointManager:
         self,
         structure: Structure,
         store: HostStore,
+        optim: OptimizerSpec,
         buffers: Mapping[str, torch.Tensor],
         mirrors: Mapping[str, torch.Tensor],
         source_folder: Path | None,
@@ -81,6 +84,7 @@ class CheckpointManager:
     ):
         self._structure, self._store, self._buffers, self._mirrors = structure, store, buffers, mirrors
         self._source_folder, self._trust_remote_code = source_folder, trust_remote_code
+        self._optim = optim
         self._empty = empty
         self._device = device
         self._twin: Structure | None = None
@@ -108,6 +112,7 @@ class CheckpointManager:
             directory,
             structure=self._structure,
             store=self._store,
+            optim=self._optim,
             buffers=self._buffers,
             state=state,
             source_folder=self._source_folder,
@@ -157,7 +162,7 @@ class CheckpointManager:
         Raises:
             UserError: The checkpoint cannot be used; nothing was changed.
         """
-        opened = OpenCheckpoint(directory, self._checkpoint_structure())
+        opened = OpenCheckpoint(directory, self._checkpoint_structure(), self._optim)
         # Units on the device first: their weights pass no gate, so whoever loads waits for them.
         units = sorted(self._structure.units, key=lambda unit: not self._store.units[unit.name].resident)
         self._empty = False

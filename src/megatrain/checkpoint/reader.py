@@ -35,7 +35,7 @@ from megatrain.checkpoint.files import (
     tensor_crc32,
 )
 from megatrain.checkpoint.format import (
-    MOMENTS,
+    DEFAULT_OPTIMIZER,
     STATE_FILE,
     STATE_FOLDER,
     Manifest,
@@ -49,6 +49,7 @@ from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import resolve_ties
+from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +64,20 @@ class LoadCancelled(MegatrainError):
 
 
 def load_checkpoint(
-    directory: str | Path, *, structure: Structure, store: HostStore, buffers: Mapping[str, torch.Tensor]
+    directory: str | Path,
+    *,
+    structure: Structure,
+    store: HostStore,
+    optim: OptimizerSpec,
+    buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Restore masters, moments and buffers bit for bit, and return when they are there.
+    """Restore masters, optimizer states and buffers bit for bit, and return when they are there.
 
     Args:
         directory: A complete checkpoint of the same model.
         structure: The model.
-        store: Receives masters and moments. After an error it holds a mixture and must be loaded again.
+        store: Receives masters and states. After an error it holds a mixture and must be loaded again.
+        optim: The optimizer whose states they are.
         buffers: The model's buffers by full name; those that belong to the weights are filled in place.
 
     Returns:
@@ -80,7 +87,7 @@ def load_checkpoint(
         UserError: Not a complete checkpoint, another model's, or damaged; the message names the file and the tensor, and the
             newest other checkpoint beside it.
     """
-    with OpenCheckpoint(directory, structure) as opened:
+    with OpenCheckpoint(directory, structure, optim) as opened:
         for unit in structure.units:
             opened.restore(unit, store, buffers)
         return opened.state
@@ -94,14 +101,15 @@ class OpenCheckpoint:
     Args:
         directory: The checkpoint.
         structure: The model; its module tree must not be in use by others while units are read.
+        optim: The optimizer that goes on with it; None where only masters are read.
 
     Raises:
         UserError: As `load_checkpoint`, for everything but the tensors' data.
     """
 
-    def __init__(self, directory: str | Path, structure: Structure):
+    def __init__(self, directory: str | Path, structure: Structure, optim: OptimizerSpec | None = None):
         self.directory = Path(directory)
-        self._structure = structure
+        self._structure, self._optim = structure, optim
         self._stack = ExitStack()
         try:
             self._open()
@@ -127,6 +135,8 @@ class OpenCheckpoint:
         for unit in saved["units"].values():
             self._crcs |= unit["weights_crc32"]
         self._conversion = Conversion(structure)
+        if self._optim is not None:
+            _refuse_other_optimizer(directory, saved.get("optimizer", DEFAULT_OPTIMIZER), self._optim)
         _refuse_other_model(directory, self._crcs.keys(), structure, self._conversion)
         self._pool = self._stack.enter_context(ThreadPoolExecutor(READ_THREADS, "checkpoint-read"))
         self._weights: dict[str, SafetensorsReader] = {}
@@ -136,7 +146,7 @@ class OpenCheckpoint:
                 reader = self._stack.enter_context(SafetensorsReader(directory / name, record))
                 kind = self._states if name.startswith(STATE_FOLDER + "/") else self._weights
                 kind.update(dict.fromkeys(reader.names, reader))
-        _refuse_other_shapes(directory, structure, self._states)
+        self._refuse_other_states()
         self._plan = self._conversion.plan(self._weights)
 
     def __enter__(self) -> OpenCheckpoint:
@@ -170,7 +180,7 @@ class OpenCheckpoint:
             raise self.with_alternative(error) from error
 
     def masters(self, unit: Unit) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(exact fp32 masters, persistent buffers) of a unit by module name, verified. Moments are not read."""
+        """(exact fp32 masters, persistent buffers) of a unit by module name, verified. The optimizer's states are not read."""
         found, masters = self.weights(unit), {}
         try:
             for _, full in unit.full_names():
@@ -183,7 +193,7 @@ class OpenCheckpoint:
         return masters, found
 
     def restore(self, unit: Unit, store: HostStore, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Restore masters, moments and buffers of a unit.
+        """Restore masters, optimizer states and buffers of a unit.
 
         Raises:
             UserError: Damaged; names file and tensor. The unit's planes hold a mixture.
@@ -203,7 +213,7 @@ class OpenCheckpoint:
             raise self.with_alternative(error) from error
 
     def boxes(self, unit: Unit, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[torch.Tensor]] | None:
-        """Parts of a unit's state, each read alone: name -> per box (3, box), master and moments in fp32. Nothing is verified.
+        """Parts of a unit's state, each read alone and not verified: name -> per box (planes, box), master and states in fp32.
 
         Args:
             unit: The unit.
@@ -216,25 +226,45 @@ class OpenCheckpoint:
             UserError: A file is damaged in a way that shows.
         """
         names = {full for _, full in unit.full_names()}
-        if set(self._plan.units.get(unit.name, [])) != names or not all(self._is_plain(full) for full in wanted):
+        shapes = {full: unit.layout.by_name[local].shape for local, full in unit.full_names()}
+        if set(self._plan.units.get(unit.name, [])) != names or not all(self._is_plain(n, shapes[n]) for n in wanted):
             return None
         return {full: [self._box(full, box) for box in boxes] for full, boxes in wanted.items()}
 
-    def _is_plain(self, full: str) -> bool:
+    def _is_plain(self, full: str, shape: tuple[int, ...]) -> bool:
         """Whether a weight lies in its file as it was before the conversion: in name, and in every byte."""
         reader = self._weights.get(full)
         return (
-            reader is not None
-            and reader.recorded_crc32(full) == self._crcs.get(full)
-            and reader.shape(full) == self._states[state_key("m", full)].shape(state_key("m", full))
+            reader is not None and reader.recorded_crc32(full) == self._crcs.get(full) and reader.shape(full) == shape
         )
 
     def _box(self, full: str, box: Box) -> torch.Tensor:
         master, lo_key = self._weights[full].read_box(full, box), state_key("lo", full)
         if lo_key in self._states:
             master = plane_math.join(master, self._states[lo_key].read_box(lo_key, box))
-        moments = [self._states[state_key(plane, full)].read_box(state_key(plane, full), box) for plane in MOMENTS]
-        return torch.stack([master.float(), *moments])
+        assert self._optim is not None
+        keys = [state_key(state.name, full) for state in self._optim.states]
+        return torch.stack([master.float(), *(self._states[key].read_box(key, box).float() for key in keys)])
+
+    def _refuse_other_states(self) -> None:
+        """Refuse another model's shapes, and states that are missing or of another type."""
+        saved = {key.partition("/")[0]: self._states[key].dtype(key) for key in self._states}
+        states = {name: dtype for name, dtype in saved.items() if name != "lo"}
+        if self._optim is not None:
+            states = self._optim.state_dtypes
+        for unit in self._structure.units:
+            for entry, (_, full) in zip(unit.layout.entries, unit.full_names(), strict=True):
+                for name, dtype in states.items():
+                    key = state_key(name, full)
+                    if key not in self._states:
+                        raise damaged(self.directory, f"{key} is in no state file")
+                    shape = self._states[key].shape(key)
+                    if shape != entry.shape:
+                        what = f"is a checkpoint of another model: {full} has shape {shape}, not {entry.shape}"
+                        raise UserError(what, str(self.directory))
+                    if self._states[key].dtype(key) != dtype:
+                        what = f"holds {key} as {self._states[key].dtype(key)}, the optimizer keeps {dtype}"
+                        raise UserError(what, str(self.directory))
 
     def verify_share(self, share: int, shares: int) -> None:
         """Read every `shares`-th tensor of the checkpoint and compare it with its checksum: all shares together see every byte.
@@ -428,7 +458,7 @@ def is_complete(directory: str | Path) -> bool:
 def _restore(
     planes: UnitPlanes, local: str, full: str, weight: torch.Tensor, states: Mapping[str, SafetensorsReader]
 ) -> None:
-    """Restore master and moments of one tensor. Moments and lo are read straight into the planes."""
+    """Restore master and states of one tensor. States and lo are read straight into the planes."""
     lo_key = state_key("lo", full)
     if lo_key not in states:
         planes.write_master(local, weight)  # saved as fp32: it is the master
@@ -438,8 +468,8 @@ def _restore(
     else:
         lo = states[lo_key].read(lo_key)
         plane_math.join(weight.contiguous(), lo, out=planes.layout.view(planes.hi, local))
-    for plane, flat in zip(MOMENTS, (planes.m, planes.v), strict=True):
-        key = state_key(plane, full)
+    for name, flat in planes.states.items():
+        key = state_key(name, full)
         states[key].read_into(key, planes.layout.view(flat, local))
 
 
@@ -452,14 +482,10 @@ def _refuse_other_model(directory: Path, saved: Set[str], structure: Structure, 
         raise UserError(f"is a checkpoint of another model: {'; '.join(parts)}", str(directory))
 
 
-def _refuse_other_shapes(directory: Path, structure: Structure, states: Mapping[str, SafetensorsReader]) -> None:
-    for unit in structure.units:
-        for entry, (_, full) in zip(unit.layout.entries, unit.full_names(), strict=True):
-            key = state_key("m", full)
-            if key not in states:
-                raise damaged(directory, f"{key} is in no state file")
-            if states[key].shape(key) != entry.shape:
-                raise UserError(
-                    f"is a checkpoint of another model: {full} has shape {states[key].shape(key)}, not {entry.shape}",
-                    str(directory),
-                )
+def _refuse_other_optimizer(directory: Path, saved: str, optim: OptimizerSpec) -> None:
+    if saved != optim.name:
+        raise UserError(
+            f"was trained with {saved}, whose states {optim.name} does not have",
+            str(directory),
+            f"load it with {saved}, or start from its weights with {optim.name}: give the checkpoint as the model",
+        )

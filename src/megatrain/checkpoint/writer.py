@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatrain import __version__
 from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FilesWriter, FolderWriter
 from megatrain.checkpoint.format import (
+    DEFAULT_OPTIMIZER,
     FORMAT_NAME,
     FORMAT_VERSION,
     STATE_FILE,
@@ -39,6 +40,7 @@ from megatrain.models.build import fp32_parameter_names
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import INDEX_FILE, OTHER_FORMATS, split
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.units import gib
 
 WEIGHT_SUFFIXES = (*OTHER_FORMATS, ".safetensors", ".onnx", ".ckpt", ".npz", ".tar", ".zip")
@@ -73,13 +75,15 @@ class UnitsPlan:
         model: For the family's conversion; a copy on meta where the live model may be in use meanwhile.
         keep_fp32: Full names of weights that are saved as fp32.
         buffers: Unit name -> its persistent buffers, copies on the CPU.
-        weights_only: Leave out lo and moments.
+        optim: The optimizer whose states are written.
+        weights_only: Leave out lo and the optimizer's states.
     """
 
     units: tuple[Unit, ...]
     model: PreTrainedModel
     keep_fp32: frozenset[str]
     buffers: Mapping[str, dict[str, torch.Tensor]]
+    optim: OptimizerSpec
     weights_only: bool
 
     @property
@@ -120,6 +124,7 @@ class SavePlan(UnitsPlan):
 def plan_units(
     structure: Structure,
     buffers: Mapping[str, torch.Tensor],
+    optim: OptimizerSpec,
     weights_only: bool = False,
     model: PreTrainedModel | None = None,
 ) -> UnitsPlan:
@@ -136,6 +141,7 @@ def plan_units(
         model=model or own,
         keep_fp32=frozenset(fp32_parameter_names(own, WEIGHTS_DTYPE)),
         buffers=unit_buffers,
+        optim=optim,
         weights_only=weights_only,
     )
 
@@ -145,6 +151,7 @@ def plan_save(
     *,
     structure: Structure,
     store: HostStore,
+    optim: OptimizerSpec,
     buffers: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     source_folder: Path | None,
@@ -159,12 +166,13 @@ def plan_save(
         directory: The folder to make; its parents are made as well. It must not exist.
         structure: The model.
         store: The planes, for their sizes.
+        optim: The optimizer whose states are among them.
         buffers: The model's buffers by full name; those that belong to the weights are saved.
         state: The engine's state: `step`, and whatever `format.to_json` can write.
         source_folder: Where the model came from; its tokenizer, template and other files go along. None for a model in memory.
         tokenizer: Saved instead of the source folder's.
         trust_remote_code: Whether the source folder's Python files go along.
-        weights_only: Leave out lo, moments and state: 2 bytes a parameter, nothing to resume from.
+        weights_only: Leave out lo, states and state: 2 bytes a parameter, nothing to resume from.
         model: Used for the family's conversion instead of the structure's own.
 
     Raises:
@@ -174,10 +182,10 @@ def plan_save(
     refuse_if_taken(directory)
     side_files = list(_side_files(source_folder, trust_remote_code)) if source_folder else []
     config, source_dtype = _config_json(structure, source_folder)  # read before anything is written: it may be damaged
-    units = plan_units(structure, buffers, weights_only, model)
+    units = plan_units(structure, buffers, optim, weights_only, model)
     generation = getattr(structure.model, "generation_config", None)
     has_own = "generation_config.json" in dict(side_files)
-    element_bytes = 4 if weights_only and units.keep_fp32 else 2 if weights_only else 12
+    element_bytes = 4 if weights_only and units.keep_fp32 else 2 if weights_only else optim.bytes_per_parameter
     total_bytes = checkpoint_bytes(store, element_bytes) + sum(file.stat().st_size for _, file in side_files)
     refuse_if_no_room(directory, total_bytes)
     return SavePlan(
@@ -244,6 +252,7 @@ def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFi
             {
                 "version": FORMAT_VERSION,
                 "versions": versions,
+                **({} if plan.optim.name == DEFAULT_OPTIMIZER else {"optimizer": plan.optim.name}),
                 "source_dtype": plan.source_dtype,
                 "units": {name: {"weights_crc32": unit.weights_crc32} for name, unit in units.items()},
                 "state": plan.state,
@@ -252,8 +261,8 @@ def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFi
     folder.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": plan.step})
 
 
-def checkpoint_bytes(store: HostStore, element_bytes: int = 12) -> int:
-    """Upper bound of a checkpoint's size: bf16 weights, lo, m and v of every element, and slack for the small files."""
+def checkpoint_bytes(store: HostStore, element_bytes: int) -> int:
+    """Upper bound of a checkpoint's size: `element_bytes` of every element, and slack for the small files."""
     return element_bytes * sum(planes.layout.numel for planes in store.units.values()) + SLACK_BYTES
 
 
@@ -282,7 +291,7 @@ def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
 
 
 def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsPlan) -> UnitFiles:
-    """Write one unit: its weights under checkpoint names, and its lo, m and v unless only weights are asked for.
+    """Write one unit: its weights under checkpoint names, and lo and the optimizer's states unless only weights are asked for.
 
     Args:
         folder: Where to.
@@ -298,8 +307,8 @@ def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsP
         else:
             weights[full], rest[state_key("lo", full)] = split(planes, local)
         if not plan.weights_only:
-            rest[state_key("m", full)] = planes.layout.view(planes.m, local)
-            rest[state_key("v", full)] = planes.layout.view(planes.v, local)
+            for name, plane in planes.states.items():
+                rest[state_key(name, full)] = planes.layout.view(plane, local)
     crcs = folder.crcs_of(weights)
     saved = to_checkpoint(plan.model, weights)
     folder.write_tensors(plan.weights_files[unit.name], saved)

@@ -16,6 +16,7 @@ from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
 from megatrain.models.structure import Structure
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `document_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -50,12 +51,12 @@ class Engine(ABC):
     """Trains one model: everything outside `megatrain.engine` uses an engine through this interface.
 
     Args:
-        optim: AdamW's hyper-parameters, by default `AdamW()`.
+        optim: The optimizer, by default `AdamW()`.
         seed: Seed of initialisation and dropout.
 
     Attributes:
         step: Calls of `train_step`, skipped steps included.
-        updates: Updates applied to the moments: AdamW's step number.
+        updates: Updates applied to the optimizer states.
         config: The model's Hugging Face config.
         structure: The model's units and parameter names.
         device: The device that computes.
@@ -65,8 +66,8 @@ class Engine(ABC):
     structure: Structure
     device: torch.device
 
-    def __init__(self, optim: AdamW | None, seed: int):
-        self.optim = optim or AdamW()
+    def __init__(self, optim: OptimizerSpec | None, seed: int):
+        self.optim: OptimizerSpec = optim or AdamW()
         self.seed = seed
         self.step = 0
         self.updates = 0

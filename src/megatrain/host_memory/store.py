@@ -2,14 +2,15 @@
 
 [Note: what is pinned]
 Only what a DMA engine reads or writes needs pinned memory: the hi planes (source of weight copies) and the gradient planes
-(destination of gradient copies). lo, m and v are touched by CPU AdamW alone and stay pageable. Each plane kind is one
-arena for all units; a unit starts at a page, so that registration chunks end between units and no copy crosses two of them.
+(destination of gradient copies). lo and the optimizer's states are touched by host threads alone and stay pageable. Each
+plane kind is one arena for all units; a unit starts at a page, so that registration chunks end between units and no copy
+crosses two of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class UnitPlanes:
         layout: Names to offsets, the same for every plane.
         hi: bf16, the master rounded to nearest and the compute weight; or fp32, the master itself, when lo is None.
         lo: int16, the rest: `bits(master) = (hi << 16) + lo`.
-        m, v: fp32 AdamW moments.
+        states: What the optimizer keeps of every element, by name (AdamW: m and v).
         grad: bf16 or fp32 gradients of the step; None where AdamW eats gradients as they arrive, and between the steps of a
             resident unit, whose gradient exists only from its backward to its update.
     """
@@ -39,11 +40,18 @@ class UnitPlanes:
     layout: FlatLayout
     hi: torch.Tensor
     lo: torch.Tensor | None
-    m: torch.Tensor
-    v: torch.Tensor
+    states: dict[str, torch.Tensor]
     grad: torch.Tensor | None = None
     resident: bool = False
     """The planes are on the training device, not in the host's arenas."""
+
+    @classmethod
+    def of(
+        cls, name: str, layout: FlatLayout, planes: Mapping[str, torch.Tensor], resident: bool = False
+    ) -> UnitPlanes:
+        """From planes by kind: hi, lo where there is one, grad where there is one, and all others are states."""
+        states = {kind: plane for kind, plane in planes.items() if kind not in ("hi", "lo", "grad")}
+        return cls(name, layout, planes["hi"], planes.get("lo"), states, planes.get("grad"), resident)
 
     def read_master(self, name: str) -> torch.Tensor:
         """The exact fp32 master of one tensor, as a new CPU tensor of its shape."""
@@ -67,9 +75,9 @@ class UnitPlanes:
             self.layout.view(self.lo, name).copy_(halves[1])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The planes that are state, by kind: hi, lo where there is one, m, v."""
-        planes = {"hi": self.hi, "lo": self.lo, "m": self.m, "v": self.v}
-        return {kind: plane for kind, plane in planes.items() if plane is not None}
+        """The planes that a checkpoint holds, by kind: hi, lo where there is one, and the optimizer's states."""
+        lo = {} if self.lo is None else {"lo": self.lo}
+        return {"hi": self.hi, **lo, **self.states}
 
 
 class HostStore:
@@ -78,6 +86,7 @@ class HostStore:
     Args:
         layouts: (unit name, layout) in forward order.
         split: True keeps hi (bf16) and lo (int16); False keeps the fp32 master in `hi`.
+        states: Type of each state's plane by name: `OptimizerSpec.state_dtypes`.
         grad_dtype: Type of the gradient plane, None for no gradient plane.
         resident: Names of units whose planes live on `device` instead of in host memory.
         device: The training device.
@@ -88,6 +97,7 @@ class HostStore:
         layouts: Sequence[tuple[str, FlatLayout]],
         *,
         split: bool,
+        states: Mapping[str, torch.dtype],
         grad_dtype: torch.dtype | None,
         resident: Collection[str] = (),
         device: torch.device | None = None,
@@ -98,7 +108,7 @@ class HostStore:
         self._arenas: dict[str, Arena] = {}
         self._moved: list[tuple[str, Arena]] = []
         """(kind, arena of one unit), for units that have left the device."""
-        self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, "m": torch.float32, "v": torch.float32}
+        self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, **states}
         """Type of each plane kind."""
         if split:
             self.dtypes["lo"] = torch.int16
@@ -112,14 +122,14 @@ class HostStore:
                 planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in kinds.items()}
             else:
                 planes = {kind: next(tensors) for kind, tensors in on_host.items()}
-            self.units[name] = UnitPlanes(name, layout, lo=planes.pop("lo", None), resident=name in resident, **planes)
+            self.units[name] = UnitPlanes.of(name, layout, planes, resident=name in resident)
 
     def on_host(self, name: str) -> UnitPlanes:
         """The unit's state for reading on the CPU: its own planes, or a copy of them where they are on a device."""
         planes = self.units[name]
         if not planes.resident:
             return planes
-        return UnitPlanes(name, planes.layout, **{"lo": None, **{k: p.cpu() for k, p in planes.state().items()}})
+        return UnitPlanes.of(name, planes.layout, {kind: plane.cpu() for kind, plane in planes.state().items()})
 
     @contextlib.contextmanager
     def restoring(self, name: str) -> Iterator[UnitPlanes]:
@@ -173,14 +183,14 @@ class HostStore:
         """A resident unit leaves the device, which must be idle. Its planes are new, and not pinned yet."""
         unit = self.units[name]
         assert unit.resident, name
+        old, new = unit.state(), {}
         for kind, dtype in self.dtypes.items():
             arena = Arena(max(unit.layout.numel * dtype.itemsize, PAGE_BYTES))
             self._moved.append((kind, arena))
-            plane, old = arena.tensor(0, unit.layout.numel, dtype), getattr(unit, kind)
-            if old is not None and kind != "grad":
-                plane.copy_(old)
-            setattr(unit, kind, plane)
-        unit.resident = False
+            new[kind] = arena.tensor(0, unit.layout.numel, dtype)
+            if kind in old:
+                new[kind].copy_(old[kind])
+        vars(unit).update(vars(UnitPlanes.of(name, unit.layout, new)))
 
     def widen_gradients(self) -> None:
         """Gradient planes become fp32, as sums over windows need. What they hold is lost; nothing may use them."""

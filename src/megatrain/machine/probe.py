@@ -22,9 +22,12 @@ import torch
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import Arena, PinRefused
 from megatrain.host_memory.available import available_host_bytes
+from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.store import UnitPlanes
 from megatrain.machine import system
 from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
-from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec, segments_of
 from megatrain.optim.updater import CpuUpdater
 from megatrain.units import GIB
 
@@ -114,23 +117,18 @@ def adamw_rates(cores: int, elements: int, counts: tuple[int, ...] = (1, 2, 4, 8
 def _planes(elements: int) -> Iterator[Callable[[int], float]]:
     """Planes of `elements` in four units; inside, a function from threads to the rate of AdamW on them."""
     part = elements // 4
-    units = []
-    for _ in range(4):
-        hi = torch.full((part,), 0.02, dtype=torch.bfloat16)
-        units.append(
-            _Planes(hi, torch.zeros(part, dtype=torch.int16), torch.full((part,), 1e-3), torch.full((part,), 1e-6))
-        )
-    grads = [torch.full((part,), 1e-3, dtype=torch.bfloat16) for _ in units]
-    segments = segments_of([("weight", (part, 1), 0, part)], AdamW())
-    coefficients = StepCoefficients.of(AdamW(), 10, 1e-6)
+    optim, cpu = AdamW(), torch.device("cpu")
+    units = [_filled(optim, part, cpu) for _ in range(4)]
+    segments = segments_of([("weight", (part, 1), 0, part)], optim)
+    coefficients = optim.coefficients(10, 1e-6)
 
     def rate(threads: int) -> float:
         with CpuUpdater(threads) as updater:
 
             def update() -> None:
                 jobs = [
-                    updater.submit_update(f"unit.{i}", planes, grad, segments, coefficients)
-                    for i, (planes, grad) in enumerate(zip(units, grads, strict=True))
+                    updater.submit_update(f"unit.{i}", optim, planes, grad, segments, coefficients)
+                    for i, (planes, grad) in enumerate(units)
                 ]
                 for job in jobs:
                     job.result()
@@ -140,11 +138,12 @@ def _planes(elements: int) -> Iterator[Callable[[int], float]]:
     yield rate
 
 
-class _Planes:
-    """A unit's planes, as `CpuUpdater` takes them."""
-
-    def __init__(self, hi: torch.Tensor, lo: torch.Tensor, m: torch.Tensor, v: torch.Tensor):
-        self.hi, self.lo, self.m, self.v = hi, lo, m, v
+def _filled(optim: OptimizerSpec, elements: int, device: torch.device) -> tuple[UnitPlanes, torch.Tensor]:
+    """Split planes of a unit and its bf16 gradient, with values of ordinary size."""
+    dtypes = {"hi": torch.bfloat16, "lo": torch.int16, **optim.state_dtypes}
+    planes = {kind: torch.full((elements,), 1e-3, device=device).to(dtype) for kind, dtype in dtypes.items()}
+    grad = torch.full((elements,), 1e-3, dtype=torch.bfloat16, device=device)
+    return UnitPlanes.of("unit", FlatLayout((), elements), planes), grad
 
 
 def host_bandwidth(cores: int, nbytes: int) -> float:
@@ -275,15 +274,11 @@ def _copies(
 
 
 def _device_adamw(gpu: torch.device, elements: int) -> float:
-    from megatrain.optim.device import update_
-
-    hi = torch.full((elements,), 0.02, dtype=torch.bfloat16, device=gpu)
-    lo = torch.zeros(elements, dtype=torch.int16, device=gpu)
-    m, v = torch.full((elements,), 1e-3, device=gpu), torch.full((elements,), 1e-6, device=gpu)
-    grad = torch.full((elements,), 1e-3, dtype=torch.bfloat16, device=gpu)
-    segments = segments_of([("weight", (elements, 1), 0, elements)], AdamW())
-    coefficients = StepCoefficients.of(AdamW(), 10, 1e-6)
-    seconds = device_seconds(lambda: update_(hi, lo, m, v, grad, segments, coefficients), gpu)
+    optim = AdamW()
+    planes, grad = _filled(optim, elements, gpu)
+    segments = segments_of([("weight", (elements, 1), 0, elements)], optim)
+    coefficients = optim.coefficients(10, 1e-6)
+    seconds = device_seconds(lambda: optim.update_on_device(planes, grad, segments, coefficients), gpu)
     return round(elements / 1e9 / seconds, 1)
 
 

@@ -2,22 +2,17 @@
 
 The same arithmetic in the same order as `optim/kernels.py`, with every operation rounded once ([Note: same bits everywhere]
 there): no fused multiply-add, correctly rounded division and root. So a unit's weights do not depend on where it lives.
-Where Triton is not installed, `optim/reference.py` does the same, slower.
+Where Triton is not installed, `AdamW.update_` does the same, slower.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.adamw import Segment, StepCoefficients
-from megatrain.optim.reference import adamw_
-
-logger = logging.getLogger(__name__)
+from megatrain.optim.spec import Planes
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -29,54 +24,37 @@ BLOCK = 1024
 _SMALLEST_NORMAL = float(torch.finfo(torch.float32).tiny)
 
 
-def update_(
-    hi: Tensor,
-    lo: Tensor | None,
-    m: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    segments: Sequence[Segment],
-    coefficients: StepCoefficients,
-) -> None:
-    """One AdamW step on the planes of a unit, in place, behind everything on the current stream. Asynchronous on a GPU.
+def has_kernel(plane: Tensor) -> bool:
+    """Whether a plane lives where the kernel runs."""
+    return triton is not None and plane.device.type == "cuda"
+
+
+def adamw_(planes: Planes, grad: Tensor, start: int, end: int, scalars: Sequence[float]) -> None:
+    """One AdamW step on the elements [start, end) of a unit, in place, behind everything on the current stream. Asynchronous.
 
     Args:
-        hi: bf16 (N,) with `lo`; or the fp32 master itself without.
-        lo: int16 (N,), or None.
-        m, v: fp32 (N,).
-        grad: bf16 or fp32 (N,).
-        segments: What to update, and how.
-        coefficients: Of this step.
+        planes: On a CUDA device.
+        grad: bf16 or fp32 (N,), unchanged.
+        start, end: Elements that share their hyper-parameters.
+        scalars: `AdamWScalars` of them, as Python numbers.
     """
-    if triton is None or hi.device.type != "cuda":
-        adamw_(hi, lo, m, v, grad, segments, coefficients)
+    if start == end:
         return
-    for segment in segments:
-        if segment.start == segment.end:
-            continue
-        scalars = _scalars(coefficients, segment.weight_decay, segment.lr_scale)
-        split = lo is not None
-        grid = (triton.cdiv(segment.end - segment.start, BLOCK),)
-        _adamw_kernel[grid](
-            hi.view(torch.int16) if split else hi,
-            lo if split else hi,
-            m,
-            v,
-            grad,
-            segment.start,
-            segment.end,
-            *scalars,
-            SPLIT=split,
-            BLOCK=BLOCK,
-            SMALLEST_NORMAL=_SMALLEST_NORMAL,
-            enable_fp_fusion=False,
-        )
-
-
-@functools.lru_cache(maxsize=16)
-def _scalars(coefficients: StepCoefficients, weight_decay: float, lr_scale: float) -> tuple[float, ...]:
-    """`StepCoefficients.scalars` for the kernel. All units of a step share a few sets; earlier steps' drop out."""
-    return tuple(map(float, coefficients.scalars(Segment(0, 0, weight_decay, lr_scale))))
+    hi, lo = planes.hi, planes.lo
+    _adamw_kernel[(-(-(end - start) // BLOCK),)](
+        hi if lo is None else hi.view(torch.int16),
+        hi if lo is None else lo,
+        planes.states["m"],
+        planes.states["v"],
+        grad,
+        start,
+        end,
+        *scalars,
+        SPLIT=lo is not None,
+        BLOCK=BLOCK,
+        SMALLEST_NORMAL=_SMALLEST_NORMAL,
+        enable_fp_fusion=False,
+    )
 
 
 def _adamw_source(

@@ -3,7 +3,7 @@
 [Note: same bits everywhere]
 The update is strict IEEE fp32 in one fixed order of operations: no fast-math, no fused multiply-add, no reordering.
 So a result does not depend on how a unit is cut into pieces, on the number of threads, on the vector width, or on the
-device: `optim/reference.py` does the same operations one torch call at a time and gets the same bits. The loops
+device: `AdamW.update_` does the same operations one torch call at a time and gets the same bits. The loops
 vectorise all the same, because they work element by element, and then host memory is the limit, not arithmetic. Each
 kernel takes its slices before the loop: an index that counts from `start` could be negative and wrap for all the
 compiler knows, and it would give up vectorising (6 times slower).
@@ -78,7 +78,7 @@ def _widen(typingctx: Any, gradient: types.Type):
 
 @_compiled
 def _adamw(p, g, m, v, s):
-    """One element: (p, m, v) after the step with `Scalars` s; see [Note: same bits everywhere]."""
+    """One element: (p, m, v) after the step with `AdamWScalars` s; see [Note: same bits everywhere]."""
     g = g * s.gradient_scale
     p = p * s.decay
     m = m + s.one_minus_beta1 * (g - m)
@@ -90,7 +90,7 @@ def _adamw(p, g, m, v, s):
 
 @_compiled
 def adamw_split(hi, lo, m, v, grad, start, end, scalars):
-    """AdamW on a master kept as hi and lo, with the `Scalars` of the segment that [start, end) lies in."""
+    """AdamW on a master kept as hi and lo, with the `AdamWScalars` of the segment that [start, end) lies in."""
     hi, lo, m, v, grad = hi[start:end], lo[start:end], m[start:end], v[start:end], grad[start:end]
     for i in range(hi.size):
         bits = np.int32(np.int32(np.int32(hi[i]) << np.int32(16)) + np.int32(lo[i]))
@@ -103,7 +103,7 @@ def adamw_split(hi, lo, m, v, grad, start, end, scalars):
 
 @_compiled
 def adamw_whole(master, m, v, grad, start, end, scalars):
-    """AdamW on an fp32 master, with the `Scalars` of the segment that [start, end) lies in."""
+    """AdamW on an fp32 master, with the `AdamWScalars` of the segment that [start, end) lies in."""
     master, m, v, grad = master[start:end], m[start:end], v[start:end], grad[start:end]
     for i in range(master.size):
         master[i], m[i], v[i] = _adamw(master[i], _widen(grad[i]), m[i], v[i], scalars)

@@ -35,15 +35,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import EngineClosed
+from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.store import UnitPlanes
 from megatrain.metrics.spans import Row, Span
 from megatrain.optim import kernels
-from megatrain.optim.adamw import AdamW, Segment, StepCoefficients
+from megatrain.optim.spec import OptimizerSpec, Planes, Segment, StepCoefficients
 
 # Pieces start at multiples of this: whole pages of every plane, so that two threads never write to one cache line.
 PIECE_ALIGN = 4096
@@ -54,15 +56,6 @@ PIECE_MOST = 1 << 22
 SUM_PIECE = 1 << 20
 
 After = Callable[[], object]
-
-
-class Planes(Protocol):
-    """The flat CPU planes (N,) of a unit: `hi` bf16 and `lo` int16; or `hi` the fp32 master and no `lo`. m, v fp32."""
-
-    hi: Tensor
-    lo: Tensor | None
-    m: Tensor
-    v: Tensor
 
 
 class _State(Enum):
@@ -149,55 +142,54 @@ class CpuUpdater:
     def submit_update(
         self,
         unit: str,
+        optim: OptimizerSpec,
         planes: Planes,
         grad: Tensor,
         segments: Sequence[Segment],
         coefficients: StepCoefficients,
         after: After | None = None,
     ) -> Future[None]:
-        """One AdamW step on a unit's planes, in place.
+        """One optimizer step on a unit's planes, in place.
 
         Args:
             unit: The unit's name: jobs of one unit run one after the other.
+            optim: Whose kernel it is.
             planes: (N,) each.
             grad: bf16 or fp32 (N,), unchanged.
             segments: What to update, and how.
             coefficients: Of this step.
             after: Blocks until `grad` has arrived.
         """
-        planes_N = [planes.hi, planes.m, planes.v] if planes.lo is None else [planes.hi, planes.lo, planes.m, planes.v]
-        arrays = [kernels.bits_view(plane) for plane in (*planes_N, grad)]
-        sizes = {array.size for array in arrays}
-        assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"
+        _check_planes(unit, optim, planes, grad)
         assert all(0 <= s.start <= s.end <= grad.numel() for s in segments), (unit, segments, grad.numel())
-        _check_dtypes(unit, planes, grad)
-        kernel = kernels.adamw_whole if planes.lo is None else kernels.adamw_split
+        kernel = optim.host_kernel(planes, grad)
         parts = [(segment.start, segment.end, coefficients.scalars(segment)) for segment in segments]
 
         def update(start: int, end: int) -> None:
             for segment_start, segment_end, scalars in parts:
                 first, last = max(start, segment_start), min(end, segment_end)
                 if first < last:
-                    kernel(*arrays, first, last, scalars)
+                    kernel(first, last, scalars)
 
         size = grad.numel()
         return self.submit(unit, cut_pieces(size, self.threads), update, after=after, row="adamw", size=size)
 
-    def submit_compilation(self, split: bool, gradient: torch.dtype) -> Future[None]:
+    def submit_compilation(self, optim: OptimizerSpec, split: bool, gradient: torch.dtype) -> Future[None]:
         """Compiles the kernel of `submit_update`, which else the first update waits for, and the forward behind it.
 
         Args:
+            optim: Whose kernel it is.
             split: Masters are kept as hi and lo.
             gradient: bf16 or fp32.
         """
 
         def compile_kernel(start: int, end: int) -> None:
             # The types of the arguments are what numba compiles for; no element is touched.
-            master = [torch.bfloat16, torch.int16] if split else [torch.float32]
-            dtypes = [*master, torch.float32, torch.float32, gradient]
-            arrays = [kernels.bits_view(torch.empty(0, dtype=dtype)) for dtype in dtypes]
-            kernel = kernels.adamw_split if split else kernels.adamw_whole
-            kernel(*arrays, start, end, StepCoefficients.of(AdamW(), 1).scalars(Segment(0, 0, 0.0, 1.0)))
+            dtypes = {"hi": torch.bfloat16, "lo": torch.int16} if split else {"hi": torch.float32}
+            planes = {kind: torch.empty(0, dtype=dtype) for kind, dtype in {**dtypes, **optim.state_dtypes}.items()}
+            nothing = UnitPlanes.of("kernels", FlatLayout((), 0), planes)
+            kernel = optim.host_kernel(nothing, torch.empty(0, dtype=gradient))
+            kernel(start, end, optim.coefficients(1).scalars(Segment(0, 0, 0.0, 1.0)))
 
         return self.submit("kernels", [(0, 0)], compile_kernel)
 
@@ -431,10 +423,14 @@ def cut_pieces(numel: int, threads: int) -> list[tuple[int, int]]:
     return [(start, min(start + length, numel)) for start in range(0, numel, length)]
 
 
-def _check_dtypes(unit: str, planes: Planes, grad: Tensor) -> None:
-    master = (torch.float32, None) if planes.lo is None else (torch.bfloat16, torch.int16)
-    assert (planes.hi.dtype, planes.lo.dtype if planes.lo is not None else None) == master, (unit, planes.hi.dtype)
-    assert planes.m.dtype == planes.v.dtype == torch.float32, (unit, planes.m.dtype, planes.v.dtype)
+def _check_planes(unit: str, optim: OptimizerSpec, planes: Planes, grad: Tensor) -> None:
+    lo = [] if planes.lo is None else [planes.lo]
+    sizes = {plane.numel() for plane in (planes.hi, *lo, *planes.states.values(), grad)}
+    assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"
+    master = [torch.bfloat16, torch.int16] if lo else [torch.float32]
+    assert [plane.dtype for plane in (planes.hi, *lo)] == master, (unit, planes.hi.dtype)
+    states = {name: plane.dtype for name, plane in planes.states.items()}
+    assert states == optim.state_dtypes, (unit, states, optim.state_dtypes)
     assert grad.dtype in (torch.bfloat16, torch.float32), (unit, grad.dtype)
 
 

@@ -148,7 +148,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
 def optimizer(run: RunConfig) -> AdamW:
     """The optimizer that the config describes."""
-    from megatrain.optim.adamw import AdamW, ParamGroup
+    from megatrain.optim.adamw import AdamW
+    from megatrain.optim.spec import ParamGroup
 
     section = run.optim
     return AdamW(

@@ -369,7 +369,7 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
     from megatrain.models.build import build_meta_model
     from megatrain.models.structure import dissect
     from megatrain.models.weights import check_weights
-    from megatrain.optim.adamw import unmatched_groups
+    from megatrain.optim.spec import unmatched_groups
 
     config = files.config
     device = device_of(run.run.device)

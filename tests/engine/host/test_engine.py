@@ -41,7 +41,7 @@ def weights_of(engine: HostEngine) -> dict[str, torch.Tensor]:
 def state_bytes(engine: HostEngine) -> list[bytes]:
     """Every byte of the state: hi, lo, m, v of every unit."""
     engine._optimizer.wait_all()
-    planes = [(p.hi, p.lo, p.m, p.v) for p in engine.store.units.values()]
+    planes = [tuple(p.state().values()) for p in engine.store.units.values()]
     return [t.view(torch.uint8).numpy().tobytes() for t in itertools.chain(*planes) if t is not None]
 
 
@@ -637,5 +637,5 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], what: st
 
 
 def test_a_model_that_does_not_fit_is_refused_with_a_ledger() -> None:
-    with pytest.raises(PlanRefused, match=r"moments \(m \+ v\)"):
+    with pytest.raises(PlanRefused, match=r"AdamW states \(m \+ v\)"):
         engine_of(build(LLAMA, seed=0), host_gib=1e-4)

@@ -13,10 +13,11 @@ import torch
 from families import BY_NAME, CORE, Family, batch, build
 from megatrain.device.streams import Streams
 from megatrain.engine.host.engine import HostEngine
+from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.planes import split_
-from megatrain.optim.adamw import AdamW, StepCoefficients, segments_of
-from megatrain.optim.device import update_
-from megatrain.optim.reference import adamw_
+from megatrain.host_memory.store import UnitPlanes
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import segments_of
 from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
 
 pytestmark = pytest.mark.gpu
@@ -157,15 +158,15 @@ def test_the_gpu_update_has_the_bits_of_the_cpu_update(split: bool, gradient: to
         split_(master, hi, lo)
     optim = AdamW(learning_rate=1e-3, weight_decay=0.1)
     segments = segments_of([("w", (7, 11), 3, 90_000), ("b", (10_000,), 90_003, 10_000)], optim)
-    host = [hi, lo, torch.zeros(numel), torch.zeros(numel)]
-    device = [t.cuda() if t is not None else None for t in host]
+    layout, states = FlatLayout((), numel), {"m": torch.zeros(numel), "v": torch.zeros(numel)}
+    host = UnitPlanes("layer.0", layout, hi, lo, states)
+    device = UnitPlanes.of("layer.0", layout, {kind: plane.cuda() for kind, plane in host.state().items()})
     for step in range(1, 30):
-        coefficients = StepCoefficients.of(optim, step, 1e-3, 0.37)
-        adamw_(*host, grad, segments, coefficients)
-        update_(*device, grad.cuda(), segments, coefficients)
-    for mine, theirs in zip(host, device, strict=True):
-        if mine is not None:
-            assert torch.equal(mine.view(torch.uint8), theirs.cpu().view(torch.uint8))
+        coefficients = optim.coefficients(step, 1e-3, 0.37)
+        optim.update_unit_(host, grad, segments, coefficients)
+        optim.update_on_device(device, grad.cuda(), segments, coefficients)
+    for kind, plane in host.state().items():
+        assert torch.equal(plane.view(torch.uint8), device.state()[kind].cpu().view(torch.uint8))
 
 
 @pytest.mark.parametrize("family", CORE, ids=str)

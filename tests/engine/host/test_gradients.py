@@ -62,7 +62,7 @@ class World:
     ):
         streams = Streams(CPU)
         layouts = [(unit.name, unit.layout) for unit in UNITS]
-        self.store = HostStore(layouts, split=False, grad_dtype=plane, resident=resident, device=CPU)
+        self.store = HostStore(layouts, split=False, states={}, grad_dtype=plane, resident=resident, device=CPU)
         for planes in self.store.units.values():
             if planes.grad is not None:
                 planes.grad.fill_(float("nan"))  # of the last step: must not be seen

@@ -54,6 +54,7 @@ class World:
         self.store = HostStore(
             [(u.name, u.layout) for u in everything],
             split=False,
+            states={},
             grad_dtype=None,
             resident=resident,
             device=streams.device,

@@ -35,7 +35,7 @@ from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import RunLayer, Shell
 from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
 from megatrain.models.weights import load_weights
-from megatrain.optim.adamw import AdamW, unmatched_groups
+from megatrain.optim.spec import OptimizerSpec, unmatched_groups
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Parts:
 def dissect_source(
     model: str | Path | nn.Module,
     compute: torch.dtype,
-    optim: AdamW,
+    optim: OptimizerSpec,
     verify: Literal["auto", "always", "never"],
     trust_remote_code: bool,
     attention: str | None,
@@ -95,7 +95,7 @@ def dissect_source(
     )
 
 
-def refuse_unmatched_groups(structure: Structure, optim: AdamW) -> None:
+def refuse_unmatched_groups(structure: Structure, optim: OptimizerSpec) -> None:
     """Raise a UserError for a parameter group whose pattern matches nothing."""
     for group in unmatched_groups((n for u in structure.units for _, n in u.full_names()), optim):
         raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
@@ -128,6 +128,7 @@ def build_model(
 
 def make_store(
     structure: Structure,
+    optim: OptimizerSpec,
     resident: frozenset[str],
     compute: torch.dtype,
     grad_dtype: torch.dtype | None,
@@ -140,9 +141,11 @@ def make_store(
         PlanRefused: It has not.
     """
     is_split = compute == torch.bfloat16
-    refuse_if_too_large(structure, resident, is_split, grad_dtype, host_gib)
+    refuse_if_too_large(structure, optim, resident, is_split, grad_dtype, host_gib)
     units = [(unit.name, unit.layout) for unit in structure.units]
-    return HostStore(units, split=is_split, grad_dtype=grad_dtype, resident=resident, device=device)
+    return HostStore(
+        units, split=is_split, states=optim.state_dtypes, grad_dtype=grad_dtype, resident=resident, device=device
+    )
 
 
 def fill(

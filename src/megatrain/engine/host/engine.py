@@ -56,8 +56,8 @@ from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.spans import Span
 from megatrain.models.build import refuse_other_config
 from megatrain.models.structure import attention_shape
-from megatrain.optim.adamw import AdamW, StepCoefficients
 from megatrain.optim.scaler import LossScale
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.optim.updater import CpuUpdater
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class HostEngine(Engine):
     Args:
         model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, which is copied.
         device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`.
-        optim: AdamW's hyper-parameters.
+        optim: The optimizer; by default AdamW.
         compute_dtype: What layers compute in; `auto` is bf16 on a GPU and fp32 on a CPU. fp16 scales the loss dynamically.
         grad_transport: Type in which gradients travel to the host; `auto` is fp32 with fp32 compute, else bf16.
         pin: `all` pins hi and gradient planes, `staged` copies through small pinned buffers, `auto` tries the first and
@@ -114,7 +114,7 @@ class HostEngine(Engine):
         model: str | Path | nn.Module,
         *,
         device: str | torch.device = "auto",
-        optim: AdamW | None = None,
+        optim: OptimizerSpec | None = None,
         compute_dtype: ComputeDtype = "auto",
         grad_transport: Literal["auto", "bf16", "fp32"] = "auto",
         pin: Literal["auto", "all", "staged"] = "auto",
@@ -183,7 +183,9 @@ class HostEngine(Engine):
 
         # planes and optimizer;
         grad_dtype = None if not gradient_plane else torch.float32 if accumulation_steps > 1 else transport
-        self.store = make_store(self.structure, placement.resident, compute, grad_dtype, self.device, host_gib)
+        self.store = make_store(
+            self.structure, self.optim, placement.resident, compute, grad_dtype, self.device, host_gib
+        )
         fill(parts, self.store, init, seed, self.device)
         self._streams = Streams(self.device, disturb)
         self.instruments = Instruments(self._streams, self.store, instruments)
@@ -227,6 +229,7 @@ class HostEngine(Engine):
         self._desk = CheckpointManager(
             self.structure,
             self.store,
+            self.optim,
             self.buffers,
             device_buffers,
             self.source_folder,
@@ -258,7 +261,7 @@ class HostEngine(Engine):
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         if self._flows.route is Route.FUSED_UPDATE:
-            self._optimizer.coefficients = StepCoefficients.of(self.optim, self.updates + 1, learning_rate)
+            self._optimizer.coefficients = self.optim.coefficients(self.updates + 1, learning_rate)
         loss, norm = self._forward_backward(batch, tokens, scale)
         self.step += 1
         skipped = self._decide(loss, norm)
@@ -366,7 +369,7 @@ class HostEngine(Engine):
         if self._flows.route is not Route.FUSED_UPDATE:
             clip = self.optim.max_grad_norm
             coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-            coefficients = StepCoefficients.of(self.optim, self.updates, learning_rate, coefficient / loss_scale)
+            coefficients = self.optim.coefficients(self.updates, learning_rate, coefficient / loss_scale)
             with self._streams.traced("update of resident units") if self.store.resident_bytes else nullcontext():
                 self._optimizer.launch(coefficients, self._flows.gradients.arrived)
         self._flows.weights.drop_all()

@@ -16,8 +16,7 @@ from megatrain.checkpoint.async_save import RunningSave
 from megatrain.device.streams import Event
 from megatrain.host_memory.store import HostStore
 from megatrain.models.structure import Unit
-from megatrain.optim.adamw import AdamW, Segment, StepCoefficients, segments_of
-from megatrain.optim.device import update_
+from megatrain.optim.spec import OptimizerSpec, Segment, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater, cut_pieces
 
 
@@ -33,11 +32,17 @@ class HostOptimizer:
     """
 
     def __init__(
-        self, store: HostStore, units: Sequence[Unit], frozen: Collection[str], optim: AdamW, updater: CpuUpdater
+        self,
+        store: HostStore,
+        units: Sequence[Unit],
+        frozen: Collection[str],
+        optim: OptimizerSpec,
+        updater: CpuUpdater,
     ):
         self._store = store
         self._units = [unit for unit in units if unit.layout.numel]
         self._updater = updater
+        self._optim = optim
         self._segments = {unit.name: _trained_segments(unit, frozen, optim) for unit in units}
         self._jobs: dict[str, Future[None]] = {}
         self.coefficients: StepCoefficients | None = None
@@ -51,7 +56,7 @@ class HostOptimizer:
             gradient: Type of the gradients that AdamW reads.
         """
         if not all(self._store.units[unit.name].resident for unit in self._units):
-            self._updater.submit_compilation("lo" in self._store.dtypes, gradient)
+            self._updater.submit_compilation(self._optim, "lo" in self._store.dtypes, gradient)
 
     def launch(self, coefficients: StepCoefficients, arrived: Mapping[str, Event]) -> None:
         """Start the update of every unit from its gradient plane: on threads, or on the compute stream. Returns at once.
@@ -66,23 +71,17 @@ class HostOptimizer:
             if planes.resident:
                 if self.saving is not None:
                     self.saving.protect_now(unit.name)
-                update_(planes.hi, planes.lo, planes.m, planes.v, planes.grad, self._segments[unit.name], coefficients)
+                self._optim.update_on_device(planes, planes.grad, self._segments[unit.name], coefficients)
                 planes.grad = None  # its memory is used again only by work behind the update on the same stream
                 continue
             self._protect(unit)
-            self._jobs[unit.name] = self._updater.submit_update(
-                unit.name, planes, planes.grad, self._segments[unit.name], coefficients, arrived[unit.name].synchronize
-            )
+            self._jobs[unit.name] = self._submit_update(unit, planes.grad, coefficients, arrived[unit.name])
 
     def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
         """Update a unit straight from a slab, with the coefficients set before the backward."""
         assert self.coefficients is not None
-        planes = self._store.units[unit.name]
         self._protect(unit)
-        job = self._updater.submit_update(
-            unit.name, planes, slab, self._segments[unit.name], self.coefficients, arrived.synchronize
-        )
-        self._jobs[unit.name] = job
+        job = self._jobs[unit.name] = self._submit_update(unit, slab, self.coefficients, arrived)
         return job
 
     def add(self, unit: Unit, slab: torch.Tensor, first: bool, arrived: Event) -> Future[None]:
@@ -140,13 +139,21 @@ class HostOptimizer:
     def close(self) -> None:
         self._updater.close()
 
+    def _submit_update(
+        self, unit: Unit, grad: torch.Tensor, coefficients: StepCoefficients, arrived: Event
+    ) -> Future[None]:
+        planes, segments = self._store.units[unit.name], self._segments[unit.name]
+        return self._updater.submit_update(
+            unit.name, self._optim, planes, grad, segments, coefficients, arrived.synchronize
+        )
+
     def _protect(self, unit: Unit) -> None:
         if self.saving is not None:
             pieces = cut_pieces(unit.layout.numel, self._updater.threads)
             self.saving.protect(unit.name, self._updater, pieces)
 
 
-def _trained_segments(unit: Unit, frozen: Collection[str], optim: AdamW) -> list[Segment]:
+def _trained_segments(unit: Unit, frozen: Collection[str], optim: OptimizerSpec) -> list[Segment]:
     """The parts of a unit's flat range that AdamW changes: runs of entries between frozen ones."""
     segments: list[Segment] = []
     for is_frozen, run in groupby(unit.layout.entries, lambda entry: unit.prefix + entry.name in frozen):

@@ -12,7 +12,7 @@ import torch
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.models.structure import Structure
-from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import MASTER_BYTES, OptimizerSpec
 from megatrain.units import DTYPE_NAMES, GIB, DtypeName, abbreviated, gib, size_lines, torch_dtype
 
 ComputeDtype = Literal["auto", DtypeName]
@@ -61,7 +61,7 @@ class Placement:
 
 
 def check_settings(
-    optim: AdamW,
+    optim: OptimizerSpec,
     compute: torch.dtype,
     gradient_plane: bool,
     at_least: dict[str, tuple[int | None, int]],
@@ -138,6 +138,7 @@ def check_placement(
 
 def refuse_if_too_large(
     structure: Structure,
+    optim: OptimizerSpec,
     resident: Collection[str],
     split: bool,
     grad_dtype: torch.dtype | None,
@@ -150,8 +151,9 @@ def refuse_if_too_large(
     """
     parameters = sum(unit.layout.numel for unit in structure.units if unit.name not in resident)
     ledger = {
-        "master (hi + lo)" if split else "master": 4 * parameters,
-        "moments (m + v)": 8 * parameters,
+        "master (hi + lo)" if split else "master": MASTER_BYTES * parameters,
+        f"{optim.name} states ({' + '.join(optim.state_dtypes)})": (optim.bytes_per_parameter - MASTER_BYTES)
+        * parameters,
         "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
     }
     available = available_host_bytes() if host_gib is None else int(host_gib * GIB)

@@ -54,7 +54,7 @@ from megatrain.models.init import initialize
 from megatrain.models.structure import Structure, attention_shape, dissect, persistent_buffers
 from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import load_weights
-from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class MeshEngine(Engine):
             rank, which is copied.
         layout: How it is spread. `shard` is filled in from the number of processes.
         device: Of this rank.
-        optim: AdamW's hyper-parameters.
+        optim: The optimizer; by default AdamW.
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
             the model's code is one to fp64.
         recompute: Keep only the input of each layer and compute the layer again in the backward.
@@ -92,7 +92,7 @@ class MeshEngine(Engine):
         layout: Layout,
         *,
         device: str | torch.device = "auto",
-        optim: AdamW | None = None,
+        optim: OptimizerSpec | None = None,
         compute_dtype: ComputeDtype | Literal["auto"] = "auto",
         recompute: bool = False,
         compile: Literal["auto", "on", "off"] = "auto",
@@ -144,7 +144,9 @@ class MeshEngine(Engine):
         self.gradients = Gradients(self.stages, self.boxes, self.structure.tied, self.devices, self.optim)
         self.state = MeshState(self.structure, self.gradients, self.devices)
         self._buffers = persistent_buffers(meta)
-        self._desk = MeshCheckpointManager(self.structure, self.state, self._buffers, self.source_folder, self.devices)
+        self._desk = MeshCheckpointManager(
+            self.structure, self.state, self.optim, self._buffers, self.source_folder, self.devices
+        )
         self._fill(model, init)
         hidden = self.config.get_text_config().hidden_size
         self.runner = Runner(self.stages, self.devices, (hidden, COMPUTE[compute_dtype]))
@@ -321,7 +323,7 @@ class MeshEngine(Engine):
         state: dict[str, Any] | None = None
         self._mixture = directory
         try:
-            with OpenCheckpoint(directory, self.structure) as opened:
+            with OpenCheckpoint(directory, self.structure, self.optim) as opened:
                 for unit in self.structure.units:
                     found = opened.boxes(unit, self.state.boxes(unit.name))
                     if found is not None:
@@ -353,7 +355,8 @@ class MeshEngine(Engine):
         """Bytes on this rank: `device_state` (masters, moments), `device_peak`."""
         held = [local(p) for _, p, _, _ in self.gradients.all()]
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {"device_state": 3 * sum(t.numel() * t.element_size() for t in held), "device_peak": peak}
+        planes = 1 + len(self.optim.states)
+        return {"device_state": planes * sum(t.numel() * t.element_size() for t in held), "device_peak": peak}
 
     def _fill(self, model: str | Path | nn.Module, init: str | None) -> None:
         if isinstance(model, nn.Module):

@@ -26,7 +26,7 @@ from torch import nn
 from megatrain.engine.mesh.data_parallel import Box, local, local_parameters
 from megatrain.engine.mesh.devices import Devices
 from megatrain.engine.mesh.stage import Stage
-from megatrain.optim.adamw import AdamW, hyper_parameters
+from megatrain.optim.spec import OptimizerSpec, hyper_parameters
 
 SMALL_ELEMENTS = 1 << 18
 """Of a gradient that is sent together with others, in a copy."""
@@ -57,7 +57,7 @@ class Gradients:
         boxes: Per stage, box of each parameter by HF name.
         tied: Alias -> owner.
         devices: The mesh.
-        optim: Hyper-parameters.
+        optim: The optimizer, as torch has it.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class Gradients:
         boxes: Sequence[Mapping[str, Box]],
         tied: Mapping[str, str],
         devices: Devices,
-        optim: AdamW,
+        optim: OptimizerSpec,
     ):
         self._devices, self._optim = devices, optim
+        self.states = optim.states
         self._parameters = [local_parameters(stage) for stage in stages]
         self._boxes = list(boxes)
         self._tied = dict(tied)
@@ -161,21 +162,18 @@ class Gradients:
                 total += torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square()
         return total
 
-    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 owner = self._tied.get(name, name)
                 groups.setdefault(hyper_parameters(owner, parameter.ndim, self._optim), []).append(parameter)
-        return torch.optim.AdamW(
+        return self._optim.torch_optimizer(
             [
                 {"params": members, "weight_decay": decay, "lr_scale": scale}
                 for (decay, scale), members in groups.items()
             ]
             or [{"params": [], "lr_scale": 1.0}],  # a stage may be frozen altogether
-            lr=self._optim.learning_rate,
-            betas=self._optim.betas,
-            eps=self._optim.eps,
             # Fused has no temporaries; on the CPU torch chooses.
             fused=self._devices.device.type == "cuda" or None,
         )

@@ -51,6 +51,7 @@ from megatrain.errors import Aftermath, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.host_memory.store import UnitPlanes
 from megatrain.models.structure import Structure
+from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class MeshSave:
         self._job, self._state, self._group, self._device = job, state, group, device
         self.writers = list(writers)
         """The ranks that write: rank 0 alone once it was found that one of them does not see the folder."""
-        self._planes = 1 if job.units.weights_only else 3
+        self._planes = 1 if job.units.weights_only else 1 + len(job.units.optim.states)
         self._units = {unit.name: unit for unit in job.units.units}
         self._names = by_size(self._sizes)
         self._copies: dict[str, torch.Tensor] = {}
@@ -391,6 +392,7 @@ class MeshCheckpointManager:
     Args:
         structure: The model.
         state: Its state on all ranks.
+        optim: The optimizer.
         buffers: The model's persistent buffers by full name.
         source_folder: Where the model came from.
         devices: The mesh.
@@ -401,13 +403,14 @@ class MeshCheckpointManager:
         self,
         structure: Structure,
         state: MeshState,
+        optim: OptimizerSpec,
         buffers: Mapping[str, torch.Tensor],
         source_folder: Path | None,
         devices: Devices,
         writers: Sequence[int] | None = None,
     ):
         self._structure, self._state, self._buffers, self._source_folder = structure, state, buffers, source_folder
-        self._devices = devices
+        self._devices, self._optim = devices, optim
         self.writers = first_of_hosts(devices.save_group) if writers is None else list(writers)
         self._on_error: OnError = "stop"
         self.saving: MeshSave | None = None
@@ -427,7 +430,7 @@ class MeshCheckpointManager:
         """Rank 0 decides; every rank learns whether it can be done."""
         job: SaveJob | None = None
         try:
-            units = plan_units(self._structure, self._buffers, options.weights_only)
+            units = plan_units(self._structure, self._buffers, self._optim, options.weights_only)
             plan = self._whole_plan(directory, kept, options.weights_only) if dist.get_rank() == 0 else None
             job = SaveJob(directory, units, plan, options.then)
         finally:
@@ -441,6 +444,7 @@ class MeshCheckpointManager:
             directory,
             structure=self._structure,
             store=self._state,  # type: ignore[arg-type]
+            optim=self._optim,
             buffers=self._buffers,
             state=kept,
             source_folder=self._source_folder,

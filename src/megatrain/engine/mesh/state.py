@@ -1,4 +1,4 @@
-"""The state of all ranks in the shape that loading and saving expect: units with a fp32 master and moments m, v.
+"""The state of all ranks in the shape that loading and saving expect: units with a fp32 master and the optimizer's states.
 
 The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
 what they write into it, every rank cuts its boxes from; for saving, units are gathered on the ranks that write (saving.py). So
@@ -66,6 +66,7 @@ class MeshState:
 
     def __init__(self, structure: Structure, gradients: Gradients, devices: Devices):
         self._structure, self._devices = structure, devices
+        self._states = gradients.states
         self._held: dict[str, list[_Held]] = {}
         for name, parameter, box, optimizer in gradients.all():
             owner = structure.tied.get(name, name)
@@ -102,16 +103,17 @@ class MeshState:
     def restoring(self, name: str) -> Iterator[UnitPlanes]:
         """Whole fp32 planes of a unit to be filled; this rank's boxes are cut from them at the end."""
         unit = self._unit(name)
-        planes = _empty_planes(unit, 3)
+        planes = self.empty_planes(name, 1 + len(self._states))
         yield planes
         for entry_name, full in unit.full_names():
             self.write(full, unit.layout.view(planes.hi, entry_name))
             for held in self._held.get(full, []):
                 state = held.optimizer.state[held.parameter]
-                for key, plane in (("exp_avg", planes.m), ("exp_avg_sq", planes.v)):
-                    state[key] = torch.zeros_like(held.parameter)
-                    own = local(state[key])
-                    own.copy_(unit.layout.view(plane, entry_name)[held.box.slices].reshape(own.shape))
+                for spec in self._states:
+                    state[spec.torch_key] = torch.zeros_like(held.parameter)
+                    own = local(state[spec.torch_key])
+                    whole = unit.layout.view(planes.states[spec.name], entry_name)
+                    own.copy_(whole[held.box.slices].reshape(own.shape))
 
     def boxes(self, unit: str) -> dict[str, list[tuple[slice, ...]]]:
         """What this rank holds of a unit's parameters: name -> the box of each end of a tie, or of the one there is."""
@@ -123,18 +125,18 @@ class MeshState:
 
     @torch.no_grad()
     def write_boxes(self, found: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Fill masters and moments from the (3, box) of every box of `boxes`."""
+        """Fill masters and states from the (planes, box) of every box of `boxes`."""
         for name, values in found.items():
             for held, value in zip(self._held[name], values, strict=True):
                 state = held.optimizer.state[held.parameter]
                 own = local(held.parameter)
                 own.copy_(value[0].reshape(own.shape))
-                for key, moment in (("exp_avg", value[1]), ("exp_avg_sq", value[2])):
-                    state[key] = torch.zeros_like(held.parameter)
-                    local(state[key]).copy_(moment.reshape(own.shape))
+                for spec, plane in zip(self._states, value[1:], strict=True):
+                    state[spec.torch_key] = torch.zeros_like(held.parameter)
+                    local(state[spec.torch_key]).copy_(plane.reshape(own.shape))
 
     def set_updates(self, updates: int) -> None:
-        """The number of updates behind the moments that were restored."""
+        """The number of updates behind the states that were restored."""
         for held in (h for several in self._held.values() for h in several):
             if updates == 0:
                 held.optimizer.state.pop(held.parameter, None)
@@ -157,13 +159,13 @@ class MeshState:
         return self._values(dist.get_rank(), name, planes).zero_()
 
     def part(self, name: str, planes: int) -> torch.Tensor:
-        """(planes, box): this rank's master, and with 3 planes m and v, in fp32: a copy on the CPU, made when it returns.
+        """(planes, box): this rank's master, then the optimizer's states, in fp32: a copy on the CPU, made when it returns.
 
-        The device holds no copy in between: three planes of an embedding are gigabytes, which a save may not find there.
+        The device holds no copy in between: the planes of an embedding are gigabytes, which a save may not find there.
         """
         held = self._held[name][0]
         state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
-        sources = [held.parameter.detach(), *(state.get(key) for key in ("exp_avg", "exp_avg_sq"))]
+        sources = [held.parameter.detach(), *(state.get(spec.torch_key) for spec in self._states)]
         values = self.zeros(name, planes)
         for value, source in zip(values, sources, strict=False):
             if source is not None:
@@ -171,8 +173,11 @@ class MeshState:
         return values
 
     def empty_planes(self, unit: str, planes: int) -> UnitPlanes:
-        """For `gather` to fill; with 1 plane there are no m and v."""
-        return _empty_planes(self._unit(unit), planes)
+        """For `gather` to fill; with 1 plane there are no states."""
+        layout = self._unit(unit).layout
+        hi, *states = (torch.zeros(layout.numel, dtype=torch.float32) for _ in range(planes))
+        named = {spec.name: plane for spec, plane in zip(self._states, states, strict=False)}
+        return UnitPlanes(unit, layout, hi, None, named)
 
     def gather(
         self,
@@ -189,7 +194,7 @@ class MeshState:
             whole: On these ranks, `empty_planes` of the unit, which are filled; None elsewhere.
             read: Gives what `part` gives, now or from a copy.
             group: All ranks, with gloo.
-            planes: 3, or 1 for masters alone.
+            planes: All, or 1 for masters alone.
         """
         me, world = dist.get_rank(), dist.get_world_size()
         for turn in range(world):
@@ -220,17 +225,11 @@ class MeshState:
         """Put a box of a parameter, (planes, box), where it belongs in its unit."""
         assert whole is not None
         local_name = name.removeprefix(self._unit(whole.name).prefix)
-        for plane, value in zip((whole.hi, whole.m, whole.v), values, strict=False):
+        for plane, value in zip((whole.hi, *whole.states.values()), values, strict=True):
             whole.layout.view(plane, local_name)[self._senders[sender][name].slices] = value
 
     def _unit(self, name: str) -> Unit:
         return next(unit for unit in self._structure.units if unit.name == name)
-
-
-def _empty_planes(unit: Unit, planes: int) -> UnitPlanes:
-    sizes = [unit.layout.numel if number < planes else 0 for number in range(3)]
-    hi, m, v = (torch.zeros(size, dtype=torch.float32) for size in sizes)
-    return UnitPlanes(unit.name, unit.layout, hi, None, m, v)
 
 
 def agree(ok: bool, device: torch.device) -> bool:
