@@ -16,7 +16,8 @@ from megatrain.engine.mesh.exact import Fp32MeansFp64
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.pipeline import KEPT_SHAPES
 from megatrain.errors import EngineClosed, UserError
-from megatrain.optim.adamw import AdamW, ParamGroup
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import ParamGroup
 from mesh_cases import Case
 from mesh_parity import batches, build, digests
 from reference import ReferenceTrainer
