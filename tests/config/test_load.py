@@ -136,6 +136,9 @@ def test_a_misspelt_key_is_an_error_with_line_and_suggestion(tmp_path: Path) -> 
         ("schedule.num_train_epochs", "schedule.epochs"),
         ("modle", "model"),
         ("output_dir", "run.dir"),
+        ("batch.windows", "batch.accumulation_steps"),
+        ("batch.chunk_rows", "batch.microbatch_rows"),
+        ("activations.offload", "activations.offload_input"),
         ("optim.xyzzy", None),
     ],
 )

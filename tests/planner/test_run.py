@@ -164,7 +164,7 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
         "precision.compute_dtype": "fp32",
         "activations.policy": "keep",
         "activations.compile": "off",
-        "activations.offload": "off",
+        "activations.offload_input": "off",
         "activations.mlp_chunk_tokens": 9,
         "batch.accumulation_steps": 2,
         "batch.microbatch_rows": 1,

@@ -31,8 +31,11 @@ from megatrain.errors import UserError
 
 Loc = tuple[str | int, ...]  # where a value stands: ("data", "train", 0, "path")
 
-# What other trainers call a setting -> what it is called here.
+# What other trainers, or earlier versions, call a setting -> what it is called here.
 _ALIASES = {
+    "windows": "batch.accumulation_steps",
+    "chunk_rows": "batch.microbatch_rows",
+    "offload": "activations.offload_input",
     "lr": "optim.learning_rate",
     "max_seq_len": "data.max_tokens",
     "max_seq_length": "data.max_tokens",

@@ -318,7 +318,7 @@ class ActivationsConfig(Section):
     compile: Literal["auto", "off"] = Field(
         default="auto", description="auto: layers are compiled on a GPU; a family that cannot be compiled runs eager"
     )
-    offload: Literal["auto", "on", "off"] = Field(
+    offload_input: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="layer inputs wait in host memory for their backward: auto: as many as must; on: all of recomputed layers",
     )

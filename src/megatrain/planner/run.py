@@ -97,7 +97,7 @@ def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[s
         "keep_attention": "all" if policy == "attention" else (),
         "keep_mlp": "all" if policy == "mlp" else (),
         "mlp_chunk_tokens": activations.mlp_chunk_tokens,
-        "offloaded": "all" if activations.offload == "on" else (),
+        "offloaded": "all" if activations.offload_input == "on" else (),
         "compile": activations.compile,
         "weight_slots": run.memory.weight_slots,
         "gradient_slabs": run.memory.gradient_slabs,
@@ -131,7 +131,7 @@ def options_of(run: RunConfig) -> Options:
         gradient_slabs=run.memory.gradient_slabs,
         staged=run.memory.pin == "staged",
         threads=run.run.threads,
-        offload=run.activations.offload,
+        offload=run.activations.offload_input,
     )
 
 

@@ -63,6 +63,6 @@ class RunWatch:
         return HostMemoryLow(
             f"host memory is below memory.host_reserve_gib: {self._run.memory.host_reserve_gib:g}; the run was saved and ended "
             f"before the system kills it\n{table}\n"
-            "  -> end what else runs here, or take less: memory.host_gib, activations.offload: off, fewer rows a step "
+            "  -> end what else runs here, or take less: memory.host_gib, activations.offload_input: off, fewer rows a step "
             "(batch.tokens_per_step); then go on with --resume auto"
         )

@@ -200,7 +200,7 @@ def check_mesh(run: RunConfig) -> Layout:
             "activations",
             run.activations,
             ActivationsConfig(),
-            ("segment", "offload", "attention", "mlp", "mlp_chunk_tokens"),
+            ("segment", "offload_input", "attention", "mlp", "mlp_chunk_tokens"),
         ),
         ("precision", run.precision, PrecisionConfig(), ("grad_transport",)),
         ("run", run.run, RunSection(dir=run.run.dir), ("threads",)),

@@ -73,7 +73,7 @@ def test_the_rungs_come_in_their_order() -> None:
         "batch.head_chunk_tokens: 64",
         "activations.mlp_chunk_tokens: 2048",
         "activations.mlp_chunk_tokens: 1024",
-        "activations.offload: on",
+        "activations.offload_input: on",
         "batch.accumulation_steps: 2",
         "batch.accumulation_steps: 4",
         "1 units on the device (memory.device_fraction: None)",
@@ -129,7 +129,7 @@ def test_what_was_changed_is_yaml_that_the_config_takes(tmp_path: Path) -> None:
     assert pasted == denser.settings
     base = {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"dir": "r"}}
     run = load_config({**base, **pasted, "batch": {"tokens_per_step": 8192, **pasted["batch"]}})
-    assert (run.batch.accumulation_steps, run.activations.offload, run.memory.device_fraction) == (4, "on", 0.71)
+    assert (run.batch.accumulation_steps, run.activations.offload_input, run.memory.device_fraction) == (4, "on", 0.71)
     assert run.activations.mlp_chunk_tokens == 2048
     assert Denser.from_dict({**denser.as_dict(), "of a newer version": 1}) == denser
     of_an_older = {name: value for name, value in denser.as_dict().items() if name != "mlp_tokens"}
@@ -184,7 +184,7 @@ def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch:
         failing_until(engine, monkeypatch, lambda: engine._flows.accumulation_steps == 2)
         assert engine.store.grad_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
         assert_same(trained(engine, 2), trained(planned, 2))
-        assert engine._climb.denser.changes == ("activations.offload: on", "batch.accumulation_steps: 2")
+        assert engine._climb.denser.changes == ("activations.offload_input: on", "batch.accumulation_steps: 2")
         assert engine.store.grad_dtype == torch.float32
 
 

@@ -173,8 +173,8 @@ def test_a_layout_whose_state_is_more_than_a_gpu_has_is_refused(
 
 
 def test_offloaded_inputs_are_the_host_engines(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(files, tmp_path / "run", "--activations.offload=on") == 2
-    assert "activations.offload: is a setting of the host engine" in capsys.readouterr().err
+    assert train(files, tmp_path / "run", "--activations.offload_input=on") == 2
+    assert "activations.offload_input: is a setting of the host engine" in capsys.readouterr().err
 
 
 def test_evaluation_alone_is_the_host_engines(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ class Denser:
             "activations": {
                 "policy": "recompute" if self.recompute else None,
                 "mlp_chunk_tokens": self.mlp_tokens,
-                "offload": "on" if self.offload else None,
+                "offload_input": "on" if self.offload else None,
             },
             "batch": {
                 "microbatch_rows": self.microbatch_rows,
