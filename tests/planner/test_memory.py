@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Options, StepSize
-from megatrain.planner.memory import PROCESS_BYTES, device_peak, held_bytes, host_lines
+from megatrain.planner.memory import KERNEL_BYTES, PROCESS_BYTES, cpu_lines, device_peak, held_bytes, host_lines
 from megatrain.planner.model_cost import ModelShape
 from megatrain.units import GIB
 
@@ -81,6 +81,21 @@ def test_resident_units_move_from_host_to_device(shape: Shapes) -> None:
         "resident units: weights and moments (12 bytes a parameter)"
     ]
     assert line == 12 * elements
+
+
+def test_a_run_on_the_cpu_has_the_device_s_buffers_in_host_memory(shape: Shapes) -> None:
+    model, options = shape("qwen3-8b", 4), Options(compute="fp32", transport_bytes=4, compiled=False)
+    made = choice(model, microbatch_rows=16)
+    lines = cpu_lines(model, STEP, options, made)
+    on_device = device_peak(model, STEP, options, made).nbytes - KERNEL_BYTES
+    on_host = sum(host_lines(model, STEP, options, made).values()) - PROCESS_BYTES
+    assert sum(lines.values()) == on_host + on_device
+    assert on_host == 16 * model.parameters
+    assert lines["2 weight slots"] == 2 * 4 * model.layers[0]
+    assert lines["weights of embedding and head"] == 4 * (model.embedding + model.head)
+    assert lines["layer inputs"] == 5 * STEP.all_tokens * model.hidden * 4, "four layers' and the final norm's"
+    half = cpu_lines(model, STEP, options, choice(model, microbatch_rows=16, accumulation_steps=2))
+    assert half["layer inputs"] < lines["layer inputs"] / 2 + 1
 
 
 def test_offloaded_inputs_move_from_device_to_host(shape: Shapes) -> None:

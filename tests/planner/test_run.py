@@ -16,12 +16,13 @@ from families import FAMILIES, build
 from megatrain.commands.main import main
 from megatrain.config.load import load_config
 from megatrain.engine.host.engine import HostEngine
+from megatrain.errors import PlanRefused
 from megatrain.machine.machine import load_machine
-from megatrain.models.build import build_from_memory
+from megatrain.models.build import build_from_memory, load_model_config
 from megatrain.models.structure import dissect
 from megatrain.planner import StepSize, plan
 from megatrain.planner.model_cost import shape_of_structure
-from megatrain.planner.run import options_of, plan_run, planned_options
+from megatrain.planner.run import check_cpu_memory, options_of, plan_run, planned_options
 from tiny_run import config, prepare
 
 MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
@@ -215,6 +216,18 @@ def test_on_a_cpu_the_words_for_parts_of_a_layer_are_the_engine_s(
     chosen = {name for name in ("kept", "selective", "keep_attention", "keep_mlp") if options[name] == "all"}
     assert chosen == {option}
     assert options["mlp_chunk_tokens"] == 7
+
+
+def test_a_run_on_the_cpu_that_does_not_fit_says_what_it_needs_and_how_to_reduce_it(run_file: Path) -> None:
+    run = load_config(run_file)
+    config = load_model_config(Path(run.model.path))
+    lines = check_cpu_memory(run, config)
+    needed_gib = sum(lines.values()) / (1 << 30)
+    assert check_cpu_memory(load_config(run_file, [f"memory.host_gib={2 * needed_gib}"]), config) == lines
+    with pytest.raises(PlanRefused) as refusal:
+        check_cpu_memory(load_config(run_file, [f"memory.host_gib={needed_gib / 2}"]), config)
+    for part in ("not enough host memory", "(memory.host_gib: ", "batch.accumulation_steps: 2", "gradient_plane: false"):
+        assert part in str(refusal.value)
 
 
 FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3"]

@@ -50,6 +50,7 @@ PROCESS_BYTES = int(1.8 * GIB)
 """Python, torch, the CUDA context and pinned odds and ends on the host: 1.8 GiB measured with all planes on the GPU."""
 KERNEL_BYTES = 96 << 20
 """Workspaces of matrix kernels, tables of the rotary embedding, and other small things on the device."""
+WORKSPACES = "kernel workspaces, inputs"
 EAGER_FACTOR = 1.7
 SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
@@ -146,7 +147,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
         "gradient staging": 2 * widest * options.transport_bytes,
-        "kernel workspaces, inputs": KERNEL_BYTES + 24 * step.all_tokens,
+        WORKSPACES: KERNEL_BYTES + 24 * step.all_tokens,
     }
     if cut.chunks > 1 and options.transport_bytes < 4:
         lines["gradient sum over chunks (fp32)"] = 4 * max(shape.layers)
@@ -233,7 +234,21 @@ def _held_by_layer(
 
 
 def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:
-    """Bytes on the host, by plane and buffer."""
+    """Host memory of a run on a GPU, by plane and buffer."""
+    return {**_host_lines(shape, step, options, choice), "process, CUDA context": PROCESS_BYTES}
+
+
+def cpu_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:
+    """Host memory of a run on the CPU, where the device's buffers and activations are host memory, too.
+
+    The process itself is not counted: it exists when this is compared with the memory that is still available.
+    """
+    lines = {**_host_lines(shape, step, options, choice), **device_peak(shape, step, options, choice).lines}
+    lines[WORKSPACES] -= KERNEL_BYTES
+    return lines
+
+
+def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, int]:
     cut = Cut.of(step, choice)
     elements = shape.parameters - choice.resident_elements(shape)
     if options.compute == "bf16":
@@ -265,7 +280,6 @@ def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choi
         lines[f"offloaded inputs of {choice.offloaded} layers"] = (
             choice.offloaded * cut.window_tokens * shape.hidden * options.compute_bytes
         )
-    lines["process, CUDA context"] = PROCESS_BYTES
     return {name: int(size) for name, size in lines.items() if size}
 
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatrain.config.schema import RunConfig
 from megatrain.machine.machine import Machine
-from megatrain.planner.choice import Caps, Choice, Options, StepSize
+from megatrain.planner.choice import Caps, Choice, Lines, Options, StepSize
 from megatrain.planner.memory import PROCESS_BYTES, device_peak, host_lines
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.search import Search
@@ -107,6 +108,20 @@ def refusal(asked: Asked) -> str:
     text.append("  ways down:")
     text += [f"    - {line}" for line in _ways_down(asked, choice, too_much)]
     return "\n".join(text)
+
+
+def cpu_refusal(lines: Lines, allowed: int, run: RunConfig) -> str:
+    """Why a run on the CPU does not fit: its memory by purpose, and how to reduce it."""
+    needed = sum(lines.values())
+    cap = "" if run.memory.host_gib == "auto" else f" (memory.host_gib: {run.memory.host_gib:g})"
+    text = [f"not enough host memory: {gib(needed)} needed, {gib(allowed)} available{cap}", *size_lines(lines)]
+    text.append("  how to reduce it:")
+    if run.batch.accumulation_steps == 1:
+        text.append("    - batch.accumulation_steps: 2 or more keeps fewer layer inputs at a time")
+    if run.memory.gradient_plane:
+        needs = "optim.max_grad_norm: null and batch.accumulation_steps: 1"
+        text.append(f"    - memory.gradient_plane: false (needs {needs})")
+    return "\n".join([*text, "    - shorter rows (data.max_tokens), a smaller model, or a machine with more memory"])
 
 
 Place = Literal["host", "device"]

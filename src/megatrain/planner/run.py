@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.schema import RunConfig
-from megatrain.errors import UserError
+from megatrain.engine.host.ladder import DEFAULT_CHUNK_TOKENS
+from megatrain.engine.host.settings import head_chunk_tokens_of
+from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.planner.choice import Caps, Options, StepSize
+from megatrain.planner.choice import Caps, Choice, Compute, Lines, Options, StepSize
+from megatrain.planner.memory import cpu_lines
 from megatrain.planner.model_cost import shape_of
 from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
+from megatrain.planner.refusal import cpu_refusal
 from megatrain.units import GIB
 
 if TYPE_CHECKING:
@@ -110,9 +115,48 @@ def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[s
     }
 
 
-def options_of(run: RunConfig) -> Options:
+def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
+    """Host memory that a run on the CPU needs, by purpose.
+
+    Args:
+        run: The config of a training run.
+        config: The model's config.
+
+    Raises:
+        PlanRefused: It needs more than is available or than `memory.host_gib` allows.
+    """
+    shape = shape_of(
+        config,
+        attn_implementation=run.model.attn_implementation,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    step = StepSize(run.rows_per_step, run.data.max_tokens)
+    compute = "fp32" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
+    options = replace(options_of(run, compute), compiled=run.activations.compile == "on")
+    policy = "recompute" if options.policy == "auto" or options.segment > 1 else options.policy
+    choice = Choice(
+        resident_layers=0,
+        resident_embedding=False,
+        resident_head=False,
+        policies=(policy,) * shape.depth,
+        offloaded=shape.depth if options.offload == "on" else 0,
+        accumulation_steps=run.batch.accumulation_steps,
+        microbatch_rows=options.microbatch_rows or max(1, DEFAULT_CHUNK_TOKENS // step.tokens),
+        head_chunk_tokens=options.head_chunk_tokens or head_chunk_tokens_of(shape.vocabulary, options.compiled),
+        mlp_chunk_tokens=options.mlp_chunk_tokens,
+    )
+    lines = cpu_lines(shape, step, options, choice)
+    cap = run.memory.host_gib
+    allowed = min(available_host_bytes(), math.inf if cap == "auto" else int(cap * GIB))
+    if sum(lines.values()) > allowed:
+        raise PlanRefused(cpu_refusal(lines, int(allowed), run))
+    return lines
+
+
+def options_of(run: RunConfig, compute: Compute | None = None) -> Options:
     """What the config decides. One window, which is the default, leaves their number to the plan."""
-    compute = "bf16" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
+    if compute is None:
+        compute = "bf16" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
     fp32_gradients = run.precision.grad_transport == "fp32" or (
         run.precision.grad_transport == "auto" and compute == "fp32"
     )
