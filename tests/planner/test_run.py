@@ -226,7 +226,12 @@ def test_a_run_on_the_cpu_that_does_not_fit_says_what_it_needs_and_how_to_reduce
     assert check_cpu_memory(load_config(run_file, [f"memory.host_gib={2 * needed_gib}"]), config) == lines
     with pytest.raises(PlanRefused) as refusal:
         check_cpu_memory(load_config(run_file, [f"memory.host_gib={needed_gib / 2}"]), config)
-    for part in ("not enough host memory", "(memory.host_gib: ", "batch.accumulation_steps: 2", "gradient_plane: false"):
+    for part in (
+        "not enough host memory",
+        "(memory.host_gib: ",
+        "batch.accumulation_steps: 2",
+        "gradient_plane: false",
+    ):
         assert part in str(refusal.value)
 
 
