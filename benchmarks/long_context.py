@@ -40,9 +40,8 @@ from megatrain.models.build import load_model_config
 from megatrain.models.templates import Variant
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, Policy, StepSize
-from megatrain.planner.layer_trace import layer_arguments
 from megatrain.planner.memory import working_bytes
-from megatrain.planner.model_cost import ModelShape, shape_of
+from megatrain.planner.model_cost import ModelShape, layer_arguments, shape_of
 from megatrain.planner.plan import Plan, caps_for, engine_options, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps

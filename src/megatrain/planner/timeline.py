@@ -21,9 +21,8 @@ from typing import Protocol
 
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import Choice, Cut, Options, Policy, StepSize
-from megatrain.planner.layer_trace import LayerCost
 from megatrain.planner.memory import KEPT_SHARE
-from megatrain.planner.model_cost import ModelShape
+from megatrain.planner.model_cost import LayerCost, ModelShape
 
 FORWARD_FRACTION = 0.975
 BACKWARD_FRACTION = 0.90

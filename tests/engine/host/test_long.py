@@ -17,7 +17,7 @@ from megatrain.engine import parity_check as gate
 from megatrain.engine.host.engine import HostEngine
 from megatrain.models.structure import dissect
 from megatrain.models.templates import ATTENTION
-from megatrain.planner.layer_trace import layer_arguments
+from megatrain.planner.model_cost import layer_arguments
 from reference import gradient_error
 
 FUSED = ("llama", "qwen3", "gpt2", "bloom", "opt", "qwen3_moe", "deepseek_v3", "qwen3_next")

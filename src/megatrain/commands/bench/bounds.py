@@ -100,7 +100,7 @@ class _LayerClock:
         return self._known[key]
 
     def _measured(self, group: int, rows: int, policy: Policy) -> float:
-        from megatrain.planner.layer_trace import layer_arguments
+        from megatrain.planner.model_cost import layer_arguments
 
         index = self._model.groups.index(group)
         unit = self._structure.layers[index]

@@ -23,7 +23,7 @@ from megatrain.engine.mesh.stage import Part
 from megatrain.planner.cluster.clock import StageSeconds
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.traffic import Group, group
-from megatrain.planner.layer_trace import LayerCost, Line
+from megatrain.planner.model_cost import LayerCost, Line
 from megatrain.planner.timeline import (
     EAGER_TIME,
     FP32_TIME,

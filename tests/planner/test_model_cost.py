@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from megatrain.planner.layer_trace import Line
-from megatrain.planner.model_cost import shape_of
+from megatrain.planner.model_cost import Line, shape_of
 
 
 def qwen3(**changes: object) -> Qwen3Config:
