@@ -13,12 +13,12 @@ from megatrain.engine.host.settings import head_chunk_tokens_of
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.planner.choice import Caps, Choice, Compute, Lines, Options, StepSize
+from megatrain.planner.choice import Caps, Choice, Lines, Options, StepSize
 from megatrain.planner.memory import cpu_lines
 from megatrain.planner.model_cost import shape_of
 from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
 from megatrain.planner.refusal import cpu_refusal
-from megatrain.units import GIB
+from megatrain.units import GIB, DtypeName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -153,7 +153,7 @@ def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
     return lines
 
 
-def options_of(run: RunConfig, compute: Compute | None = None) -> Options:
+def options_of(run: RunConfig, compute: DtypeName | None = None) -> Options:
     """What the config decides. One window, which is the default, leaves their number to the plan."""
     if compute is None:
         compute = "bf16" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
