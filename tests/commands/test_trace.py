@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.commands.main import main
-from megatrain.metrics.chrome_trace import chrome_trace
-from megatrain.metrics.spans import Span
+from megatrain.metrics.spans import Span, chrome_trace
 from tiny_run import config, prepare
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from megatrain.config.schema import AlertsConfig
 from megatrain.metrics.alerts import WARM_UP, AlertWatch, Rule
-from megatrain.metrics.pipeline import Link, PipelineRecord
-from megatrain.metrics.record import StepRecord
+from megatrain.metrics.record import Link, PipelineRecord, StepRecord
 from megatrain.units import GIB
 from step_records import record as step_record
 

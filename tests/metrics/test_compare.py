@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.commands.main import main
-from megatrain.metrics.compare import x_values
+from megatrain.metrics.plot import x_values
 from megatrain.metrics.record import MetricsWriter
 from step_records import record
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.metrics.pipeline import Link, PipelineRecord, pipeline_from, pipeline_of, with_shares
+from megatrain.metrics.record import Link, PipelineRecord, pipeline_from, pipeline_of, with_shares
 from megatrain.metrics.spans import Span, common, gaps, length, union
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)

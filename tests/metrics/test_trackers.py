@@ -16,8 +16,7 @@ from ruamel.yaml import YAML
 import tiny_run
 from megatrain.commands.main import main
 from megatrain.metrics import trackers
-from megatrain.metrics.pipeline import Link, PipelineRecord
-from megatrain.metrics.record import read_records
+from megatrain.metrics.record import Link, PipelineRecord, read_records
 from megatrain.metrics.trackers import Trackers, numbers_of
 from step_records import record
 

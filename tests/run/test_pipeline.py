@@ -16,8 +16,7 @@ from megatrain.commands.main import main
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.errors import HostMemoryLow, UserError
-from megatrain.metrics.pipeline import Link, PipelineRecord
-from megatrain.metrics.record import read_records
+from megatrain.metrics.record import Link, PipelineRecord, read_records
 from megatrain.run import watermark
 from megatrain.run.loop import Prefetcher, train
 from tiny_run import config, prepare

@@ -13,7 +13,7 @@ import torch
 from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.checkpoint.files import FolderWriter
 from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION
-from megatrain.metrics.pipeline import PipelineRecord
+from megatrain.metrics.record import PipelineRecord
 
 
 @dataclass

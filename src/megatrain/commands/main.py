@@ -180,8 +180,8 @@ def _without_a_config(arguments: argparse.Namespace) -> None:
 
             init_config(arguments.model, arguments.data, arguments.out, columns=parse_columns(arguments.columns))
         case "plot":
-            from megatrain.metrics.compare import plot_runs
             from megatrain.metrics.logger import RunLogger
+            from megatrain.metrics.plot import plot_runs
 
             with RunLogger() as log:
                 log.info("wrote " + " and ".join(map(str, plot_runs(arguments.runs, arguments.out, arguments.x))))

@@ -17,9 +17,8 @@ import torch
 
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
-from megatrain.metrics.chrome_trace import chrome_trace, draw_trace
 from megatrain.metrics.logger import RunLogger, quiet_libraries
-from megatrain.metrics.spans import Span
+from megatrain.metrics.spans import Span, chrome_trace, draw_trace
 from megatrain.run.ledger import nearest_existing
 from megatrain.run.loop import Prefetcher
 from megatrain.run.prepare import make_engine, prepare

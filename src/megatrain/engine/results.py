@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatrain.metrics.pipeline import PipelineRecord
+from megatrain.metrics.record import PipelineRecord
 
 
 @dataclass(frozen=True)

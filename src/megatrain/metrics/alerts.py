@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.metrics.pipeline import PipelineRecord
-from megatrain.metrics.record import StepRecord
+from megatrain.metrics.record import PipelineRecord, StepRecord
 
 Rule = Literal["link_share", "gpu_busy", "speed", "device_memory", "slab_wait", "optimizer_wait", "data_wait"]
 

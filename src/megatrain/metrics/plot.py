@@ -1,24 +1,52 @@
-"""`loss.png`: training and validation loss, learning rate, gradient norm and tokens/s over the steps."""
+"""Pictures of runs: `loss.png`, one run while it trains; `megatrain plot`, several runs as a PNG and a self-contained HTML page."""
 
 from __future__ import annotations
 
+import html
+import io
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatrain.metrics.record import StepRecord
+from megatrain.errors import UserError
+from megatrain.metrics.record import StepRecord, read_records
 
-MOST_POINTS = 1500  # a line of more points than pixels only costs time
-
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
+Axis = Literal["step", "tokens", "hours"]
+AXES: dict[Axis, str] = {"step": "step", "tokens": "processed tokens [millions]", "hours": "time in steps [hours]"}
+MOST_POINTS = 1500
+"""Points of a line; more than there are pixels only cost time."""
+_SMOOTH_FROM = 20  # points; shorter lines are drawn as they are
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; color: #222; background: #fff; }}
+table {{ border-collapse: collapse; margin: 1em 0; }}
+td, th {{ padding: .2em .9em; border-bottom: 1px solid #ddd; text-align: right; }}
+td:first-child, th:first-child {{ text-align: left; }} svg {{ max-width: 100%; height: auto; }}
+.dot {{ display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }}
+</style></head><body><h1>{title}</h1>
+<table><tr>{head}</tr>
+{rows}
+</table>
+{svg}
+</body></html>
+"""
+
 
 class LossPlot:
-    """Draws a run's picture, at most every ten seconds and never for more than 2% of the time."""
+    """Draws a run's picture at most every ten seconds, and for no more than 2% of the time."""
 
     def __init__(self, path: Path, title: str, *, interval_s: float = 10.0):
         self._path, self._title = path, title
@@ -31,31 +59,26 @@ class LossPlot:
             self.draw(records)
 
     def draw(self, records: Sequence[StepRecord]) -> None:
-        """Draw. A picture that cannot be written is said, and stops nothing."""
+        """Draw. A picture that cannot be written is a warning."""
         start = time.monotonic()
         try:
             draw_run(records, self._path, self._title)
         except OSError as error:
-            logger.warning("%s: the picture was not written: %s", self._path, error)
+            logger.warning("%s: not drawn: %s", self._path, error)
         took_s = time.monotonic() - start
         self._next_s = time.monotonic() + max(self._interval_s, 50 * took_s)
 
 
 def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
-    """Write the picture of a run. The file is replaced as a whole: a viewer never reads half a picture."""
-    # matplotlib takes half a second to import; Figure without pyplot keeps no global state and needs no display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, rate, norm, speed = figure.subplots(2, 2).flat
+    """Write the picture of a run. The file is replaced as a whole, so that a viewer never reads half a picture."""
+    figure, (loss, rate, norm, speed) = _panels((11, 7))
     figure.suptitle(title)
     trained = [record for record in records if record.step > 0]
 
     raw = points(trained, lambda record: record.loss)
-    loss.plot(*raw, color="tab:blue", alpha=0.35 if len(raw[0]) > 20 else 1.0, linewidth=1, label="training")
-    if len(raw[0]) > 20:
+    smoothed = len(raw[0]) > _SMOOTH_FROM
+    loss.plot(*raw, color="tab:blue", alpha=0.35 if smoothed else 1.0, linewidth=1, label="training")
+    if smoothed:
         loss.plot(raw[0], smooth(raw[1]), color="tab:blue", label="training, smoothed")
     held_out = points(records, lambda record: record.val_loss)
     if len(held_out[0]):
@@ -65,18 +88,15 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
             loss.axvline(record.step, color="tab:red", linewidth=0.5, alpha=0.5)
     if loss.lines:
         loss.legend()
-    loss.set_title("loss [nats per token]")
-
     rate.plot(*points(trained, lambda record: record.learning_rate), color="tab:green")
-    rate.set_title("learning rate")
     norm.plot(*points(trained, lambda record: record.grad_norm), color="tab:red", linewidth=1)
-    norm.set_title("gradient norm before clipping")
     speed.plot(*points(trained, lambda record: record.processed_tokens_per_s), linewidth=1, label="processed")
     speed.plot(*points(trained, lambda record: record.trained_tokens_per_s), linewidth=1, label="trained")
     speed.set_ylim(bottom=0)
-    speed.set_title("tokens/s")
     speed.legend()
-    for axes in (loss, rate, norm, speed):
+    titles = ("loss [nats per token]", "learning rate", "gradient norm before clipping", "tokens/s")
+    for axes, name in zip((loss, rate, norm, speed), titles, strict=True):
+        axes.set_title(name)
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
@@ -86,8 +106,19 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
     temporary.replace(path)
 
 
+def _panels(inches: tuple[float, float]) -> tuple[Figure, Any]:
+    """A figure and its four axes."""
+    # matplotlib takes half a second to import; a Figure without pyplot keeps no global state and needs no display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(2, 2).flat
+
+
 def points(records: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values where there are any, averaged in equal bins when there are more than a line can show."""
+    """Steps and values, without those that are None; averaged in equal bins beyond `MOST_POINTS`."""
     pairs = [(record.step, found) for record in records if (found := value(record)) is not None]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     if len(table) > MOST_POINTS:
@@ -97,10 +128,174 @@ def points(records: Sequence[StepRecord], value: Callable[[StepRecord], float | 
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Exponential moving average without the pull of its first value (the weights of each average sum to one)."""
+    """Bias-corrected exponential moving average (the weights of each average sum to one)."""
     keep = 0.9
     smoothed, total, weight = np.empty_like(values), 0.0, 0.0
     for position, value in enumerate(values):
         total, weight = keep * total + value, keep * weight + 1
         smoothed[position] = total / weight
     return smoothed
+
+
+# ---------------------------------------------------------------- several runs
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run to be plotted."""
+
+    name: str
+    folder: Path
+    records: Sequence[StepRecord]
+
+
+def plot_runs(runs: Sequence[Path], out: Path, axis: Axis = "step") -> tuple[Path, Path]:
+    """Draw runs on top of each other.
+
+    Args:
+        runs: Run folders, or metrics.jsonl files.
+        out: Path of the files to write, without suffix.
+        axis: The x axis.
+
+    Returns:
+        Paths of the PNG and the HTML file.
+
+    Raises:
+        UserError: A run has no metrics, or a file cannot be written.
+    """
+    histories = _with_unique_names([read_run(run) for run in runs])
+    figure = _figure(histories, axis)
+    png, page = out.with_name(out.name + ".png"), out.with_name(out.name + ".html")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, format="png", dpi=110)
+        page.write_text(_page(histories, figure), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", str(out), "give another place: --out") from None
+    return png, page
+
+
+def read_run(path: Path) -> RunHistory:
+    """Read a run from its folder or its metrics.jsonl.
+
+    Raises:
+        UserError: The file is missing or empty.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        what = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
+        raise UserError(what, str(path), "give the folder of a run (run.dir)")
+    if file.suffix != ".jsonl":
+        raise UserError(
+            "is neither a run's folder nor its metrics.jsonl", str(path), "give the folder of a run (run.dir)"
+        )
+    records = read_records(file)
+    if not records:
+        raise UserError("holds no step yet", str(file), "wait for the run's first step")
+    return RunHistory(file.parent.name, file.parent, records)
+
+
+def x_values(records: Sequence[StepRecord], axis: Axis) -> dict[int, float]:
+    """Step number -> x coordinate."""
+    if axis == "tokens":
+        reached = accumulate(record.processed_tokens / 1e6 for record in records)
+    elif axis == "hours":
+        reached = accumulate(record.step_s / 3600 for record in records)
+    else:
+        reached = (float(record.step) for record in records)
+    return {record.step: x for record, x in zip(records, reached, strict=True)}
+
+
+def _with_unique_names(runs: Sequence[RunHistory]) -> list[RunHistory]:
+    """Runs that share a folder name are named by their paths."""
+    names = [run.name for run in runs]
+    return [
+        RunHistory(run.name if names.count(run.name) == 1 else str(run.folder), run.folder, run.records) for run in runs
+    ]
+
+
+def _figure(runs: Sequence[RunHistory], axis: Axis) -> Figure:
+    figure, (loss, val, norm, speed) = _panels((12, 8))
+    for number, run in enumerate(runs):
+        colour, x_of = _colour(number), x_values(run.records, axis)
+        trained = [record for record in run.records if record.step > 0]
+
+        def line(
+            value: Callable[[StepRecord], float | None],
+            records: Sequence[StepRecord],
+            x_of: dict[int, float] = x_of,
+        ) -> tuple[np.ndarray, np.ndarray]:
+            steps, values = points(records, value)
+            return np.interp(steps, list(x_of), list(x_of.values())), values
+
+        x, y = line(lambda record: record.loss, trained)
+        if len(x) > _SMOOTH_FROM:
+            loss.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+            y = smooth(y)
+        loss.plot(x, y, color=colour, label=run.name)
+        val.plot(*line(lambda record: record.val_loss, run.records), color=colour, marker="o", markersize=3)
+        norm.plot(*line(lambda record: record.grad_norm, trained), color=colour, linewidth=0.8)
+        speed.plot(*line(lambda record: record.processed_tokens_per_s, trained), color=colour, linewidth=0.8)
+    for axes, title in (
+        (loss, "training loss [nats per token], smoothed"),
+        (val, "validation loss [nats per token]"),
+        (norm, "gradient norm before clipping"),
+        (speed, "processed tokens/s"),
+    ):
+        axes.set_title(title)
+        axes.set_xlabel(AXES[axis])
+        axes.grid(alpha=0.3)
+    speed.set_ylim(bottom=0)
+    loss.legend()
+    return figure
+
+
+def _colour(number: int) -> str:
+    return f"C{number % 10}"
+
+
+def _page(runs: Sequence[RunHistory], figure: Figure) -> str:
+    from matplotlib.colors import to_hex
+
+    names = ("run", "steps", "first loss", "last loss", "validation", "lowest validation", "tokens/s", "skipped")
+    rows = []
+    for number, run in enumerate(runs):
+        dot = f'<span class="dot" style="background:{to_hex(_colour(number))}"></span>'
+        cells = [f"{dot}{html.escape(run.name)}", *map(html.escape, _summary(run.records))]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return _PAGE.format(
+        title=html.escape(", ".join(run.name for run in runs)),
+        head="".join(f"<th>{name}</th>" for name in names),
+        rows="\n".join(rows),
+        svg=_svg(figure),
+    )
+
+
+def _summary(records: Sequence[StepRecord]) -> list[str]:
+    trained = [record for record in records if record.step > 0]
+    losses = [record.loss for record in trained if record.loss is not None]
+    val = [record.val_loss for record in records if record.val_loss is not None]
+    seconds = sum(record.step_s for record in trained)
+    tokens = sum(record.processed_tokens for record in trained)
+    return [
+        f"{records[-1].step:,}",
+        _four(losses[0] if losses else None),
+        _four(losses[-1] if losses else None),
+        _four(val[-1] if val else None),
+        _four(min(val) if val else None),
+        f"{tokens / seconds:,.0f}" if seconds else "n/a",
+        f"{records[-1].skipped_steps:,}",
+    ]
+
+
+def _four(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def _svg(figure: Figure) -> str:
+    """The picture as an HTML element: without the XML header and without metadata links."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg")
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -1,28 +1,180 @@
-"""The numbers of a step, and `metrics.jsonl`, the file that holds them.
+"""The figures of one optimizer step, and `metrics.jsonl`, the file that holds them.
 
-`metrics.jsonl` is the contract with every viewer: one StepRecord as JSON per line, in the order of the steps. Names
-carry their units. A resumed run goes on in the same file, so that the file tells the run's history once, without
-steps that were computed, lost in a crash, and computed again.
+`metrics.jsonl` is the contract with every viewer: one StepRecord as JSON per line, in step order. Names carry their units. A
+resumed run appends to the same file, after removing the records of steps that it computes again.
+
+[Note: which work a record is about]
+A record is written when its step's loss is known. Gradients may still be on their way to the host then, and AdamW of the step
+has not started; nothing waits just to be measured. So the figures of copies and AdamW cover what *ended* since the previous
+record: the step's own H2D copies, nearly all of its D2H copies, and the updates of the previous step. In a steady run that is
+one step's work.
+
+[Note: hidden copies]
+A copy is hidden while the compute stream works, that is between the step's first launch and its end, except while it waits.
+Gaps between two kernels that no wait explains (a host too slow to launch) count as work here; NVML's utilisation shows them.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from io import RawIOBase
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
 
 from megatrain.errors import UserError, writing
-from megatrain.metrics.pipeline import PipelineRecord, pipeline_from
+from megatrain.metrics.spans import Span, common, gaps, length, union
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Copies in one direction.
+
+    Attributes:
+        bytes, copies: Bytes copied, in this many copies.
+        busy_s: Seconds spent copying.
+        gbps: 1e9 bytes per second while copying.
+        share: `gbps` over the link's measured rate; None if that is unknown.
+    """
+
+    bytes: int
+    busy_s: float
+    gbps: float
+    share: float | None = None
+    copies: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRecord:
+    """Where a step's time went; see the notes above. None: the machine or the step has no such figure.
+
+    Attributes:
+        computed_s: Device busy, from the step's first launch to its end, waits excluded.
+        waited_s: Device idle, by what it waited for (`spans.Wait`). A weight copy that could not start before the unit's update
+            had ended counts as a wait for the optimizer.
+        h2d, d2h: Copies to and from the device.
+        overlap: Share of the copying time hidden behind device work.
+        slot_switch_s: Median wait of compute between one layer's weights and the next.
+        slabs: Gradient slabs available to layers; 0 where gradients need none.
+        slabs_in_use: Most slabs in use at once.
+        slab_waits: How often no slab was free.
+        adamw_params_per_s: Update rate of the host threads while they were updating.
+        adamw_gbps: Host memory traffic of those updates, reads and writes [1e9 bytes/s].
+        adamw_share: `adamw_gbps` over the host memory's measured bandwidth.
+        gpu_utilisation: Share of the last second in which a kernel ran (NVML).
+        device_used_bytes: In use on the whole device, by all processes (NVML).
+        device_reserved_bytes: Reserved by this process's allocator.
+        device_total_bytes: Memory of the device.
+        host_pinned_bytes: Pinned host memory.
+        policy: Shape of the step, placement and activation policies, in words.
+        ladder: Changes made after running out of device memory, as config lines.
+    """
+
+    computed_s: float
+    waited_s: dict[str, float] = field(default_factory=dict)
+    h2d: Link | None = None
+    d2h: Link | None = None
+    overlap: float | None = None
+    slot_switch_s: float | None = None
+    slabs: int = 0
+    slabs_in_use: int = 0
+    slab_waits: int = 0
+    adamw_params_per_s: float | None = None
+    adamw_gbps: float | None = None
+    adamw_share: float | None = None
+    gpu_utilisation: float | None = None
+    device_used_bytes: int | None = None
+    device_reserved_bytes: int | None = None
+    device_total_bytes: int | None = None
+    host_pinned_bytes: int = 0
+    policy: str = ""
+    ladder: tuple[str, ...] = ()
+
+
+def pipeline_of(spans: Sequence[Span], *, adamw_bytes: float) -> PipelineRecord:
+    """The figures that follow from the spans that ended since the previous record.
+
+    Args:
+        spans: With at least one `step` among them; the last one counts.
+        adamw_bytes: Host memory that AdamW reads and writes per parameter.
+    """
+    step = [span for span in spans if span.row == "step"][-1]
+    waits = [span for span in spans if span.row == "wait" and span.start_s >= step.start_s]
+    waited: dict[str, float] = {}
+    switches: list[float] = []
+    before = ""
+    for span in sorted(waits, key=lambda one: one.start_s):
+        name = span.name
+        if name == "weights" and before == "optimizer":
+            name = "optimizer"  # the copy could not start before the update had ended
+        elif name == "weights":
+            switches.append(span.seconds)
+        waited[name] = waited.get(name, 0.0) + span.seconds
+        before = span.name
+    working = gaps((step.start_s, step.end_s), union((s.start_s, s.end_s) for s in waits))
+    copies = union((span.start_s, span.end_s) for span in spans if span.row in ("h2d", "d2h"))
+    updates = [span for span in spans if span.row == "adamw"]
+    busy = length(union((span.start_s, span.end_s) for span in updates))
+    rate = sum(span.size for span in updates) / busy if busy > 0 else None
+    copying = length(copies)
+    return PipelineRecord(
+        computed_s=length(working),
+        waited_s=waited,
+        h2d=_link([span for span in spans if span.row == "h2d"]),
+        d2h=_link([span for span in spans if span.row == "d2h"]),
+        overlap=common(copies, working) / copying if copying > 0 else None,
+        slot_switch_s=statistics.median(switches) if switches else None,
+        adamw_params_per_s=rate,
+        adamw_gbps=rate * adamw_bytes / 1e9 if rate is not None else None,
+    )
+
+
+def _link(copies: Sequence[Span]) -> Link | None:
+    seconds = sum(span.seconds for span in copies)
+    if seconds <= 0:
+        return None
+    moved = sum(span.size for span in copies)
+    return Link(bytes=moved, busy_s=seconds, gbps=moved / seconds / 1e9, copies=len(copies))
+
+
+def with_shares(
+    record: PipelineRecord, *, h2d_gbps: float | None, d2h_gbps: float | None, host_gbps: float | None
+) -> PipelineRecord:
+    """The record with its rates as shares of the machine's measured ones; None: not measured."""
+
+    def on(link: Link | None, gbps: float | None) -> Link | None:
+        return link if link is None or not gbps else replace(link, share=link.gbps / gbps)
+
+    share = record.adamw_gbps / host_gbps if record.adamw_gbps is not None and host_gbps else None
+    return replace(record, h2d=on(record.h2d, h2d_gbps), d2h=on(record.d2h, d2h_gbps), adamw_share=share)
+
+
+def pipeline_from(plain: dict[str, Any]) -> PipelineRecord:
+    """A record from its JSON. Unknown names, of a newer version, are dropped.
+
+    Raises:
+        TypeError: It is not a record.
+    """
+    known = {name: value for name, value in plain.items() if name in PipelineRecord.__dataclass_fields__}
+    for name in ("h2d", "d2h"):
+        link = known.get(name)
+        if isinstance(link, dict):
+            known[name] = Link(**{key: link[key] for key in Link.__dataclass_fields__ if key in link})
+    if "ladder" in known:
+        known["ladder"] = tuple(known["ladder"])
+    return PipelineRecord(**known)
+
+
+# ---------------------------------------------------------------- the record of a step, and its file
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. Step 0, if there, holds the validation loss before the first step and no training loss."""
+    """One optimizer step. Step 0, if present, holds the validation loss before the first step and no training loss."""
 
     step: int  # 1 is the first
     epoch: float  # passes over the data when the step ended
@@ -30,7 +182,7 @@ class StepRecord:
     grad_norm: float | None  # global norm before clipping; None as above
     learning_rate: float
     rows: int  # rows of the step's batch
-    processed_tokens: int  # tokens that were computed, padding left out
+    processed_tokens: int  # tokens computed, padding excluded
     trained_tokens: int  # target tokens, those that have a loss
     step_s: float  # wall time from batch to batch, without evaluation and checkpoint
     data_wait_s: float  # part of step_s spent waiting for the batch
@@ -48,28 +200,27 @@ class StepRecord:
     host_rss_bytes: int
     device_peak_bytes: int | None = None  # most device memory so far; None on the CPU
     pipeline: PipelineRecord | None = None  # where the step's time went; None: not measured
-    mesh: dict[str, Any] = field(default_factory=dict)  # engine: mesh: what all ranks say together, by name
+    mesh: dict[str, Any] = field(default_factory=dict)  # engine: mesh: figures over all ranks, by name
 
 
 _KNOWN = frozenset(item.name for item in fields(StepRecord))
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """All records of a `metrics.jsonl`, in its order. A last line that was cut off while being written is left out.
+    """All records of a `metrics.jsonl`, in file order. A truncated last line is dropped: its step is computed again.
 
     Raises:
         UserError: A line in the middle is damaged.
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
-    whole, tail = lines[:-1], lines[-1]
+    *whole, tail = path.read_bytes().split(b"\n")
     records = [parse_record(line, path, number) for number, line in enumerate(whole, start=1)]
     if tail:
         try:
-            records.append(parse_record(tail, path, len(lines)))
+            records.append(parse_record(tail, path, len(whole) + 1))
         except UserError:
-            pass  # the write of this line never ended; its step is computed again
+            pass  # the write of this line never ended
     return records
 
 
@@ -80,7 +231,7 @@ def parse_record(line: bytes, path: Path, number: int) -> StepRecord:
         UserError: The line is damaged.
     """
     try:
-        # unknown names are left out: a file of a newer version stays readable
+        # unknown names are dropped: a file of a newer version stays readable
         plain = {name: value for name, value in orjson.loads(line).items() if name in _KNOWN}
         if plain.get("pipeline") is not None:
             plain["pipeline"] = pipeline_from(plain["pipeline"])
@@ -94,14 +245,14 @@ class MetricsWriter:
 
     Attributes:
         history: The records of earlier processes of this run that the file keeps.
-        dropped: How many records were removed because their steps will be computed again.
+        dropped: Number of records removed because their steps will be computed again.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        """Open the file; records of steps after `resume_step` are removed from it, atomically.
+        """Open the file and atomically remove the records of steps after `resume_step`.
 
         Raises:
-            UserError: The file that is there is damaged.
+            UserError: The existing file is damaged.
             WriteFailed: The system refuses a write.
         """
         found = read_records(path)
@@ -120,7 +271,7 @@ class MetricsWriter:
         """Append a record.
 
         Raises:
-            WriteFailed: The system refuses it. Half a line at the file's end is left out by readers, and by the next process.
+            WriteFailed: The system refuses it. A line cut off at the file's end is dropped by readers and by the next process.
         """
         with writing(self._path):
             write_whole(self._file, _line(record))
@@ -131,14 +282,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def write_whole(file: RawIOBase, data: bytes) -> None:
-    """Write all of `data` to a file without a buffer: on a disk that is nearly full, one call writes a part and says nothing."""
+    """Write all of `data` to an unbuffered file: on a nearly full disk one call writes a part and raises nothing."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
@@ -146,7 +295,7 @@ def write_whole(file: RawIOBase, data: bytes) -> None:
 
 def _line(record: StepRecord) -> bytes:
     plain = asdict(record)
-    if plain["pipeline"] is not None:  # what a machine or a step does not have is left out
+    if plain["pipeline"] is not None:  # figures that a machine or a step does not have are left out
         plain["pipeline"] = _without_none(plain["pipeline"])
     return orjson.dumps(plain) + b"\n"
 

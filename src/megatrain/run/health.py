@@ -12,8 +12,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.errors import HostMemoryLow
 from megatrain.machine.probe import known_machine
 from megatrain.metrics.alerts import Alert, AlertWatch, Rule
-from megatrain.metrics.pipeline import PipelineRecord, with_shares
-from megatrain.metrics.record import StepRecord
+from megatrain.metrics.record import PipelineRecord, StepRecord, with_shares
 from megatrain.units import size_lines
 
 

@@ -1,7 +1,7 @@
 """The instruments of an engine: begin and end of a step, and the figures of it.
 
 The spans themselves come from what is there anyway: `Streams` records copies and waits, `CpuUpdater` its passes over units. Here
-they become a `PipelineRecord`; see [Note: which work a record is about] in metrics/pipeline.py.
+they become a `PipelineRecord`; see [Note: which work a record is about] in metrics/record.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatrain.device.streams import Streams
 from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.plan import StepShape
 from megatrain.host_memory.store import HostStore
-from megatrain.metrics.pipeline import PipelineRecord, pipeline_of
+from megatrain.metrics.record import PipelineRecord, pipeline_of
 from megatrain.metrics.spans import Span
 
 
