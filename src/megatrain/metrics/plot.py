@@ -1,4 +1,4 @@
-"""Pictures of runs: `loss.png`, one run while it trains; `megatrain plot`, several runs as a PNG and a self-contained HTML page."""
+"""Pictures of runs: `loss.png`, one run as it trains; `megatrain plot`, several runs as a PNG and a self-contained HTML page."""
 
 from __future__ import annotations
 
