@@ -78,7 +78,7 @@ def test_resident_units_move_from_host_to_device(shape: Shapes) -> None:
     at_home = sum(host_lines(model, STEP, Options(), choice(model)).values())
     assert at_home - sum(host_lines(model, STEP, Options(), moved).values()) == 14 * elements
     line = device_peak(model, STEP, Options(), moved).lines[
-        "resident units: weights and moments (12 bytes a parameter)"
+        "resident units: weights and optimizer states (12 bytes a parameter)"
     ]
     assert line == 12 * elements
 

@@ -18,9 +18,9 @@ from ruamel.yaml import YAML
 from megatrain.machine import system
 from megatrain.machine.machine import Machine
 from megatrain.machine.probe import GIB, bus_id, cache_file, gpu_of, probe
+from megatrain.optim.adamw import AdamW
 
-BYTES_PER_UPDATE = 26
-"""That AdamW on planes reads and writes for a parameter: hi, lo, gradient, m, v in; hi, lo, m, v out."""
+BYTES_PER_UPDATE = AdamW().update_bytes(2)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,10 @@ class OptimizerSpec(ABC):
         """Of master and states together."""
         return MASTER_BYTES + sum(state.dtype.itemsize for state in self.states)
 
+    def update_bytes(self, gradient_bytes: int) -> int:
+        """Bytes that an update moves for one parameter: master and states are read and written, the gradient is read."""
+        return 2 * self.bytes_per_parameter + gradient_bytes
+
     def problems(self) -> Iterable[str]:
         """What is wrong with the hyper-parameters, for one error that names all of it."""
         yield from below("learning_rate", self.learning_rate, 0.0)

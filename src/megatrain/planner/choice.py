@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.model_cost import ModelShape
 from megatrain.units import DtypeName
 
@@ -42,6 +44,7 @@ class Options:
     """What the user has decided. None and `auto` are left to the plan.
 
     Attributes:
+        optim: The optimizer.
         compute: Type of forward and backward.
         transport_bytes: Of one gradient element on its way to the host.
         gradient_plane: False lets AdamW eat gradients as they arrive; no clipping then, and nothing resident.
@@ -56,6 +59,7 @@ class Options:
         offload: Whether the inputs of recomputed layers wait on the host: as many as must, all, or none.
     """
 
+    optim: OptimizerSpec = field(default_factory=AdamW)
     compute: DtypeName = "bf16"
     transport_bytes: int = 2
     gradient_plane: bool = True

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.choice import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, Policy, StepSize
 from megatrain.planner.model_cost import ModelShape
 from megatrain.units import GIB
@@ -142,8 +143,10 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
     widest = max(streamed, default=0)
     slots = min(options.weight_slots, max(2, len(streamed))) if streamed else 2
     edges = shape.embedding * (not choice.resident_embedding) + shape.head * (not choice.resident_head)
+    state_bytes = options.optim.bytes_per_parameter
     lines: dict[str, float] = {
-        "resident units: weights and moments (12 bytes a parameter)": 12 * choice.resident_elements(shape),
+        f"resident units: weights and optimizer states ({state_bytes} bytes a parameter)": state_bytes
+        * choice.resident_elements(shape),
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
         "gradient staging": 2 * widest * options.transport_bytes,
@@ -258,7 +261,8 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
         }
     else:
         lines = {"fp32 master (4 bytes a parameter)": 4 * elements}
-    lines |= {"m: first moment (4)": 4 * elements, "v: second moment (4)": 4 * elements}
+    for state in options.optim.states:
+        lines[f"{state.name}: {state.label} ({state.dtype.itemsize})"] = state.dtype.itemsize * elements
     width = options.gradient_bytes(choice.accumulation_steps)
     if width:
         lines[f"gradients of a step ({width})"] = width * elements
@@ -283,9 +287,11 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
     return {name: int(size) for name, size in lines.items() if size}
 
 
-def disk_lines(shape: ModelShape) -> Lines:
+def disk_lines(shape: ModelShape, optim: OptimizerSpec) -> Lines:
     """Bytes of one checkpoint."""
+    rest = optim.bytes_per_parameter - 2
     return {
         "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
-        "lo, m and v (10)": 10 * shape.parameters,
+        f"the rest of the fp32 master and optimizer states: {', '.join(['lo', *optim.state_dtypes])} ({rest})": rest
+        * shape.parameters,
     }

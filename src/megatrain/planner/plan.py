@@ -184,7 +184,7 @@ def _made(
         placement={name: "device" if choice.is_resident(name) else "host" for name in shape.unit_elements},
         host=host_lines(shape, step, options, choice),
         device=device.lines,
-        disk=disk_lines(shape),
+        disk=disk_lines(shape, options.optim),
         device_moment=device.moment,
         caps=caps,
         timeline=simulate(shape, machine, step, options, choice),

@@ -212,7 +212,7 @@ def _smaller_steps(step: StepSize) -> list[Way]:
 def _of_the_host(asked: Asked, choice: Choice) -> list[str]:
     """What it would take of the host, or of the model."""
     lines = host_lines(asked.shape, asked.step, asked.options, choice)
-    width = 12 + asked.options.gradient_bytes(choice.accumulation_steps)
+    width = asked.options.optim.bytes_per_parameter + asked.options.gradient_bytes(choice.accumulation_steps)
     other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
     most = choice.resident_elements(asked.shape) + max(0, asked.caps.host_bytes - other) / width
     return [

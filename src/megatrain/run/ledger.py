@@ -16,7 +16,10 @@ from typing import Literal
 from megatrain.config.schema import RunConfig
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
+from megatrain.optim.adamw import AdamW
 from megatrain.units import DTYPE_BYTES, GIB, DtypeName, counted, gib, size_lines
+
+STATE_BYTES = AdamW().bytes_per_parameter
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def memory_ledger(
     """
     compute_bytes, grad_bytes = DTYPE_BYTES[compute_dtype], DTYPE_BYTES[_transport(run, compute_dtype)]
     largest_unit = max(shape.largest_layer, shape.edges)
-    host = {"master weights and moments, 12 bytes a parameter": 12 * shape.params}
+    host = {f"master weights and moments, {STATE_BYTES} bytes a parameter": STATE_BYTES * shape.params}
     if run.memory.gradient_plane:  # sums over windows are kept in fp32
         plane_bytes = 4 if run.batch.accumulation_steps > 1 else grad_bytes
         host[f"gradients, {plane_bytes} bytes a parameter"] = plane_bytes * shape.params
@@ -93,8 +96,8 @@ def _transport(run: RunConfig, compute_dtype: DtypeName) -> Literal["bf16", "fp3
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Bytes of one checkpoint: bf16 weights that transformers loads (2 a parameter), lo (2), m (4) and v (4)."""
-    return 12 * shape.params
+    """Bytes of one checkpoint: bf16 weights that transformers loads, lo and the optimizer's states."""
+    return STATE_BYTES * shape.params
 
 
 def checkpoints_at_once(run: RunConfig, total_steps: int) -> int:
@@ -153,8 +156,8 @@ def refuse_if_disk_too_small(run: RunConfig, one_bytes: int, count: int) -> None
     free = shutil.disk_usage(place).free
     if count and count * one_bytes + SLACK_BYTES > free:  # each save asks for so much more, for its small files
         raise UserError(
-            f"not enough space for {counted(count, 'checkpoint')} of {gib(one_bytes)} (12 bytes a parameter); {gib(free)} free, "
-            f"of which {gib(SLACK_BYTES)} must stay",
+            f"not enough space for {counted(count, 'checkpoint')} of {gib(one_bytes)} ({STATE_BYTES} bytes a parameter); "
+            f"{gib(free)} free, of which {gib(SLACK_BYTES)} must stay",
             str(place),
             "free some space, set run.dir to another disk, or keep fewer (checkpoint.keep, checkpoint.every_steps)",
         )

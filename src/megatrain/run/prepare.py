@@ -244,7 +244,7 @@ def _check_mesh_memory(run: RunConfig, layout: Layout, config: PreTrainedConfig)
         return
     meta = build_meta_model(config, compute_dtype=torch.float32, trust_remote_code=run.model.trust_remote_code)
     compute_bytes = 4 if run.precision.compute_dtype == "fp32" else 2
-    problem = memory_problem(dissect(meta), layout, device_bytes, compute_bytes)
+    problem = memory_problem(dissect(meta), layout, device_bytes, compute_bytes, optimizer(run))
     if problem is not None:
         raise UserError(
             f"this layout does not fit: {problem}", "parallel", "`megatrain plan --world N` ranks those that do"

@@ -10,6 +10,7 @@ from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.memory import Held, least_held, memory_problem, state_lines
 from megatrain.models.build import build_meta_model
 from megatrain.models.structure import Structure, dissect
+from megatrain.optim.adamw import AdamW
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,9 @@ def structure() -> Structure:
 
 def test_bytes_of_an_element_and_what_a_pipeline_keeps_gathered() -> None:
     held = Held(whole=800.0, sharded=100.0, edges=300.0, largest=50.0)
-    lines = state_lines(True, held, compute_bytes=2)
+    lines = state_lines(True, held, compute_bytes=2, optim=AdamW())
     assert sum(lines.values()) == 12 * 100 + (2 + 4) * 800 + 6 * 50
-    lines = state_lines(False, held, compute_bytes=2)
+    lines = state_lines(False, held, compute_bytes=2, optim=AdamW())
     assert sum(lines.values()) == 16 * 100 + 2 * (300 + 3 * 50) + 6 * (300 + 2 * 50)
 
 
@@ -37,12 +38,12 @@ def test_all_ranks_together_hold_the_model_once(structure: Structure) -> None:
 
 def test_a_layout_that_cannot_fit_says_what_would(structure: Structure) -> None:
     layout = Layout(pipeline=2, shard=1)
-    (heaviest,) = [sum(state_lines(True, h, 2).values()) for h in least_held(structure, layout)][1:]
-    assert memory_problem(structure, layout, int(2 * heaviest), 2) is None
-    problem = memory_problem(structure, layout, int(0.6 * heaviest), 2)
+    (heaviest,) = [sum(state_lines(True, h, 2, AdamW()).values()) for h in least_held(structure, layout)][1:]
+    assert memory_problem(structure, layout, int(2 * heaviest), 2, AdamW()) is None
+    problem = memory_problem(structure, layout, int(0.6 * heaviest), 2, AdamW())
     assert problem is not None
     assert "pipeline rank" in problem and "before any activation" in problem and "shard 3 or more would fit" in problem
-    assert memory_problem(structure, Layout(pipeline=2, shard=2), int(0.6 * heaviest), 2) is not None
-    assert memory_problem(structure, Layout(pipeline=2, shard=3), int(0.6 * heaviest), 2) is None
-    problem = memory_problem(structure, layout, int(0.1 * heaviest), 2)
+    assert memory_problem(structure, Layout(pipeline=2, shard=2), int(0.6 * heaviest), 2, AdamW()) is not None
+    assert memory_problem(structure, Layout(pipeline=2, shard=3), int(0.6 * heaviest), 2, AdamW()) is None
+    problem = memory_problem(structure, layout, int(0.1 * heaviest), 2, AdamW())
     assert problem is not None and "more tensor or pipeline ranks" in problem

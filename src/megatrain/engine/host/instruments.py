@@ -100,7 +100,7 @@ class Instruments:
         )
 
     def _adamw_bytes(self) -> int:
-        """Of host memory, for one parameter: its planes are read and written, its gradient is read."""
+        """Bytes of host memory that an update moves for one parameter: planes are read and written, the gradient is read."""
         gradient = self._store.dtypes.get("grad", torch.bfloat16).itemsize
         return gradient + 2 * sum(t.itemsize for kind, t in self._store.dtypes.items() if kind != "grad")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megatrain.engine.mesh.engine import plan_parts
 from megatrain.engine.mesh.layout import Layout
 from megatrain.models.structure import Structure
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.units import GIB
 
 
@@ -35,21 +36,23 @@ class Held:
     largest: float
 
 
-def state_lines(pipeline: bool, held: Held, compute_bytes: int) -> dict[str, float]:
+def state_lines(pipeline: bool, held: Held, compute_bytes: int, optim: OptimizerSpec) -> dict[str, float]:
     """Bytes by purpose; see [Note: what a rank holds].
 
     Args:
         pipeline: Whether there are pipeline ranks.
         compute_bytes: Of an element in forward and backward.
+        optim: The optimizer.
     """
+    state_bytes = optim.bytes_per_parameter
     lines: dict[str, float] = {}
     if pipeline:
-        lines["masters, moments (12 bytes, sharded)"] = 12 * held.sharded
+        lines[f"masters, moments ({state_bytes} bytes, sharded)"] = state_bytes * held.sharded
         lines["gathered weights"] = compute_bytes * held.whole
         lines["gradient sums of gathered weights (fp32)"] = 4 * held.whole
         lines["gradients being reduced"] = (compute_bytes + 4) * held.largest
     else:
-        lines["masters, moments, gradients (16 bytes, sharded)"] = 16 * held.sharded
+        lines[f"masters, moments, gradients ({state_bytes + 4} bytes, sharded)"] = (state_bytes + 4) * held.sharded
         lines["gathered weights"] = compute_bytes * (held.edges + 3 * held.largest)
         lines["gradients being reduced"] = (compute_bytes + 4) * (held.edges + 2 * held.largest)
     return lines
@@ -72,15 +75,18 @@ def least_held(structure: Structure, layout: Layout) -> list[Held]:
     return found
 
 
-def memory_problem(structure: Structure, layout: Layout, device_bytes: int, compute_bytes: int) -> str | None:
+def memory_problem(
+    structure: Structure, layout: Layout, device_bytes: int, compute_bytes: int, optim: OptimizerSpec
+) -> str | None:
     """Why a layout cannot fit devices of a size, activations not even counted, and what would; None if its state fits.
 
     Args:
         layout: Resolved.
         device_bytes: Of one GPU.
+        optim: The optimizer.
     """
     held = least_held(structure, layout)
-    ledgers = [state_lines(layout.pipeline > 1, each, compute_bytes) for each in held]
+    ledgers = [state_lines(layout.pipeline > 1, each, compute_bytes, optim) for each in held]
     rank = max(range(layout.pipeline), key=lambda r: sum(ledgers[r].values()))
     needed = sum(ledgers[rank].values())
     if needed <= device_bytes:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from megatrain.engine.mesh.writers import shares
 from megatrain.machine.cluster import Cluster
+from megatrain.optim.adamw import AdamW
 
-CHECKPOINT_BYTES = 12
-"""Of a parameter: hi, lo, m, v."""
+CHECKPOINT_BYTES = AdamW().bytes_per_parameter
 
 
 @dataclass(frozen=True)

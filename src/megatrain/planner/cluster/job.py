@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.tensor_parallel import splits_experts
 from megatrain.machine.cluster import Cluster
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.choice import Options, StepSize
 from megatrain.planner.cluster.shards import Inventory
 
@@ -57,6 +59,7 @@ class Job:
     practice: Practice = ENGINE
     compute_bytes: int = 2
     background: bool = True
+    optim: OptimizerSpec = field(default_factory=AdamW)
 
     def compiled(self, layout: Layout) -> bool:
         """Whether the layers of a layout are fused."""
@@ -67,7 +70,9 @@ class Job:
 
     def options(self, layout: Layout) -> Options:
         """As the formulas of one GPU's layers take them."""
-        return Options(compute="fp32" if self.compute_bytes == 4 else "bf16", compiled=self.compiled(layout))
+        return Options(
+            compute="fp32" if self.compute_bytes == 4 else "bf16", compiled=self.compiled(layout), optim=self.optim
+        )
 
 
 @dataclass(frozen=True)

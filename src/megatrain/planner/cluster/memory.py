@@ -76,7 +76,9 @@ def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[st
     whole = sum(inventory.stage(part, layout.tensor, 1) for part in own)
     largest = max(inventory.layer(g, layout.tensor, 1) for g in range(len(inventory.groups)))
     edges = sum(inventory.edges(part.first, part.last, layout.tensor, 1) for part in own)
-    lines = mesh.state_lines(layout.pipeline > 1, mesh.Held(whole, sharded, edges, largest), job.compute_bytes)
+    lines = mesh.state_lines(
+        layout.pipeline > 1, mesh.Held(whole, sharded, edges, largest), job.compute_bytes, job.optim
+    )
     lines["process, NCCL"] = PROCESS_BYTES
     return lines
 

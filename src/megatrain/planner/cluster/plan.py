@@ -149,7 +149,7 @@ def _refusal(job: Job, found: Found) -> str:
         way, memory = found.nearest, heaviest_rank(job, found.nearest)
         text.append(f"  nearest: {layout_words(way)}; {gib(memory.nbytes)} of {gib(allowed_bytes(job))}")
         text += size_lines(memory.lines)
-        state = 16 * shape.parameters
+        state = (job.optim.bytes_per_parameter + 4) * shape.parameters
         text.append("  ways down:")
         text.append(
             f"    - more GPUs: masters, moments and gradients alone are {gib(state)}, "

@@ -33,8 +33,6 @@ from megatrain.planner.timeline import (
     layer_work,
 )
 
-ADAMW_BYTES = 28
-"""Read master, moments and gradient, write master and moments: 4 bytes each."""
 STEP_S = 0.03
 """Batch, global norm, one decision, launches of the optimizer."""
 CAUSES = ("compute", "recompute", "tensor", "context", "shard")
@@ -167,8 +165,8 @@ def _head(job: Job, way: Way, groups: _Groups) -> tuple[Pass, Pass, float]:
 
 
 def optimizer_seconds(job: Job, elements: int) -> float:
-    """AdamW on a rank's own elements, and their norm."""
-    return ADAMW_BYTES * elements / (job.cluster.device_bandwidth_gbps * 1e9)
+    """The update of a rank's own elements, and their norm."""
+    return job.optim.update_bytes(4) * elements / (job.cluster.device_bandwidth_gbps * 1e9)
 
 
 def hidden_bytes_sent(job: Job, way: Way) -> float:
