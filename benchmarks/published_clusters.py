@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from megatrain.engine.mesh.layout import Layout
-from megatrain.machine.cluster import load_cluster
+from megatrain.machine.machine import load_cluster
 from megatrain.planner.choice import StepSize
 from megatrain.planner.cluster.job import Job, Practice, Way
 from megatrain.planner.cluster.judge import Verdict, judge

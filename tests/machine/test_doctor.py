@@ -1,4 +1,4 @@
-"""What the doctor finds, and that it names the cause (case 16)."""
+"""The doctor's findings name the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from megatrain.machine.system import Link
 HEALTHY = load_machine(Path(__file__).parents[2] / "docs/machines/h200.yaml")
 AROUND = Surroundings(
     all_cores=16,
-    affinity=16,
+    allowed_cpus=frozenset(range(16)),
     cpu_quota=None,
     nodes={0: set(range(16))},
-    allowed_cpus=frozenset(range(16)),
     link=Link(5, 16, 16),
     total_host_bytes=128 << 30,
     locked_limit=None,
     wsl=False,
-    torch_threads=16,
     disk_free_bytes=1 << 40,
 )
 
@@ -36,16 +34,16 @@ def test_a_healthy_machine_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("machine", "around", "words"),
     [
-        ({"cores": 2}, {"affinity": 2}, ["2 of 16 cores", "affinity"]),
+        ({"cores": 2}, {"allowed_cpus": frozenset({0, 1})}, ["2 of 16 cores", "affinity"]),
         ({"cores": 2}, {"cpu_quota": 2.0}, ["2 of 16 cores", "quota is 2 cores"]),
         ({}, {"cpu_quota": 8.0}, ["quota is 8 cores while 16 are visible"]),
         ({"adamw_gparams": {1: 0.6, 16: 0.65}}, {}, ["hardly faster than with 1", "share one core"]),
         ({"adamw_gparams": {16: 1.5}}, {}, ["AdamW moves 39 GB/s of the 135"]),
-        ({"adamw_gparams": {1: 0.5}}, {}, ["few threads"]),
+        ({"adamw_gparams": {1: 0.5}}, {}, ["too few threads"]),
         (
             {"device_node": 1, "numa_nodes": 2},
             {"nodes": {0: set(range(16)), 1: set(range(16, 32))}},
-            ["runs on memory node 0, the GPU hangs on node 1", "numactl"],
+            ["runs on NUMA node 0, the GPU is attached to node 1", "numactl"],
         ),
         ({"host_gib": 32.0}, {}, ["32 GiB of 128 GiB", "container limit"]),
         ({"h2d_gbps": 12.0}, {"link": Link(5, 4, 16)}, ["4 of 16 PCIe lanes"]),

@@ -1,7 +1,7 @@
-"""`Machine`: the figures of a machine that plans are made of, and their files.
+"""`Machine` and `Cluster`: the figures that plans are computed from, and the YAML or JSON files that hold them.
 
-GB = 10^9 bytes, GiB = 2^30 bytes. A machine file is YAML with these fields (see docs/machines); what a field leaves out has the
-default given here.
+GB = 10^9 bytes, GiB = 2^30 bytes. Rates are measured ones, except for `peak_tflops`: MFU on clusters is a share of the data
+sheet's rate. docs/planner.md describes both kinds of file, docs/machines has examples.
 """
 
 from __future__ import annotations
@@ -9,33 +9,26 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from megatrain.errors import UserError, near_paths
+from megatrain.units import GIB
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-OPTIONAL = ("adamw_streaming_gparams", "attention_long_tflops", "device_node", "pin_limit_gib")
-LARGEST = 1e15
-"""No figure of a machine is larger, whatever its unit: it can be turned into bytes and compared."""
-MAY_BE_ZERO = (
-    "device_gib",
-    "host_gib",
-    "disk_write_gbps",
-    "disk_read_gbps",
-    "numa_nodes",
-    "device_node",
-    "pin_limit_gib",
-)
-"""A machine without that, or where it was not measured. All other figures are divided by."""
 SHORT_ROW, LONG_ROW = 1024, 32768
-"""Tokens of the rows in which attention is measured."""
+"""Row lengths at which attention is measured [tokens]."""
+LARGEST = 1e15
+"""Upper bound of every figure, whatever its unit, so that it can be converted to bytes and compared."""
+TEXTS = ("name", "link", "versions")
+MAPS = ("adamw_gparams", "attention_ms")
+MAY_BE_ZERO = (
+    "device_gib", "host_gib", "disk_write_gbps", "disk_read_gbps", "numa_nodes", "device_node", "pin_limit_gib"
+)  # fmt: skip
+"""Figures of a machine that may be zero: absent, or not measured. Plans divide by the others."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +36,27 @@ class Machine:
     """One GPU (or none), its host and the link between them.
 
     Attributes:
-        name: For people.
-        device_gib: Memory of the GPU that a process can have, 0 without a GPU.
-        h2d_gbps, d2h_gbps: Pinned copies to and from the GPU, one way at a time.
-        both_gbps: Each way when both run at once.
-        host_gib: Memory of the host that a process can have.
-        host_bandwidth_gbps: Of the host's memory, read and written bytes together.
-        cores: That this process may use.
-        adamw_gparams: AdamW on host planes by number of threads [1e9 parameters a second].
+        name: The machine's name in texts.
+        device_gib: GPU memory available to a process, 0 without a GPU.
+        host_gib: Host memory available to a process.
+        cores: CPU cores this process may use.
+        h2d_gbps, d2h_gbps: Pinned copies to and from the GPU, one direction at a time.
+        both_gbps: Each direction while both are copying.
+        host_bandwidth_gbps: Host memory, bytes read and written together.
+        adamw_gparams: AdamW on host planes by number of threads [1e9 parameters/s].
         adamw_streaming_gparams: The best of these while weights stream to the GPU.
-        device_adamw_gparams: AdamW on the GPU [1e9 parameters a second].
+        device_adamw_gparams: AdamW on the GPU [1e9 parameters/s].
         matrix_tflops: bf16 matrix products of a layer's sizes on the GPU, fp32 accumulation.
-        device_bandwidth_gbps: Of the GPU's memory, read and written bytes together.
-        attention_tflops: Fastest backend, causal forward and backward together, at 1,024 tokens.
-        attention_long_tflops: The same at 32,768 tokens; None where it was not measured.
+        device_bandwidth_gbps: GPU memory, bytes read and written together.
+        attention_tflops: Causal attention, forward and backward, fastest backend, at 1,024 tokens.
+        attention_long_tflops: The same at 32,768 tokens; None if not measured.
         attention_ms: Milliseconds by backend, for 16,384 tokens of 32 heads.
-        disk_write_gbps, disk_read_gbps: Of the place where runs are written; 0 where it was not measured.
-        numa_nodes: Memory nodes of the host.
-        device_node: The node that the GPU hangs on, None where the system does not say.
-        pin_limit_gib: What the system lets a process pin, None where no limit was met.
-        link: Of the GPU, as the system describes it: `PCIe 5 x16`.
-        versions: torch and driver, with which it was measured.
+        disk_write_gbps, disk_read_gbps: The disk that runs are written to; 0 if not measured.
+        numa_nodes: NUMA nodes of the host.
+        device_node: NUMA node of the GPU; None if unknown.
+        pin_limit_gib: Most memory that a process may pin; None if no limit was met.
+        link: The GPU's link as the system describes it: `PCIe 5 x16`.
+        versions: torch and CUDA versions used for measuring.
     """
 
     name: str
@@ -92,21 +85,16 @@ class Machine:
 
     @property
     def threads(self) -> int:
-        """AdamW threads that are worth having: the fewest within 3% of the best measured rate."""
+        """The fewest AdamW threads within 3% of the best measured rate."""
         best = max(self.adamw_gparams.values())
         return min(count for count, rate in self.adamw_gparams.items() if rate >= 0.97 * best)
 
     def attention_rate(self, tokens: int) -> float:
-        """FLOPs a second of causal attention in rows of `tokens` tokens: seconds per FLOP are a line in 1 / tokens through the
-        two measured lengths."""
-        short, long = self.attention_tflops, self.attention_long_tflops
-        if long is None:
-            return short * 1e12
-        slope = (1 / short - 1 / long) / (1 / SHORT_ROW - 1 / LONG_ROW)
-        return 1e12 / (1 / long + slope * (1 / max(tokens, SHORT_ROW) - 1 / LONG_ROW))
+        """FLOP/s of causal attention in rows of `tokens` tokens."""
+        return _attention_rate(self.attention_tflops, self.attention_long_tflops, tokens)
 
     def adamw_rate(self, threads: int | None = None) -> float:
-        """Parameters a second of AdamW on the host while weights stream; `threads` None means the best."""
+        """Parameters/s of AdamW on the host while weights stream; `threads` None means the best number."""
         known = sorted(self.adamw_gparams)
         best = self.adamw_gparams[self.threads]
         alone = best
@@ -116,79 +104,78 @@ class Machine:
         share = self.adamw_streaming_gparams / best if self.adamw_streaming_gparams else 0.95
         return alone * min(1.0, share) * 1e9
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON or YAML."""
-        return {
-            **asdict(self),
-            "adamw_gparams": dict(self.adamw_gparams),
-            "attention_ms": dict(self.attention_ms),
-        }
-
     def as_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1)
+        return json.dumps(asdict(self), indent=1)
 
 
-def machine_from(data: Mapping[str, Any], where: str) -> Machine:
-    """A machine from plain data.
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs, a fast link inside a node and a network between nodes.
 
-    Args:
-        where: The file's name, for errors.
-
-    Raises:
-        UserError: A field is unknown, missing or no number; all problems at once.
+    Attributes:
+        name: The cluster's name in texts.
+        gpus_per_node: GPUs that share the fast link.
+        device_gib: GPU memory available to a process.
+        peak_tflops: bf16 without sparsity, from the data sheet; MFU is a share of it.
+        matrix_tflops: bf16 matrix products of a layer's sizes.
+        attention_tflops: Causal attention, forward and backward, in rows of 1,024 tokens.
+        attention_long_tflops: The same in rows of 32,768 tokens.
+        device_bandwidth_gbps: GPU memory, bytes read and written together.
+        node_gbps: Link inside a node, per GPU and direction, as reached by collectives.
+        network_gbps: Network between nodes, per GPU and direction, as reached by collectives (400 Gb/s are 50 GB/s).
+        node_latency_us, network_latency_us: One step of a collective.
+        to_host_gbps: Copies from a GPU to its host while all GPUs of the node copy.
+        gather_gbps: One process gathering a checkpoint's units over gloo.
+        storage_write_gbps, storage_read_gbps: One process writing or reading a checkpoint; there is one on each host.
+        storage_write_limit_gbps, storage_read_limit_gbps: The file system for all hosts together; None: no limit.
+        mtbf_hours: Mean time between failures of one GPU with its share of node and network.
+        restart_minutes: From a failure to the first step, without reading the checkpoint.
     """
-    problems = [*name_problems(data, Machine)]
-    problems += [problem for f in fields(Machine) if f.name in data for problem in _problems_of(f.name, data[f.name])]
-    if problems:
-        raise UserError("; ".join(problems), where, "docs/planner.md describes the fields; docs/machines has examples")
-    values = dict(data)
-    if "adamw_gparams" in values:
-        values["adamw_gparams"] = {int(count): float(rate) for count, rate in values["adamw_gparams"].items()}
-    return Machine(**values)
+
+    name: str
+    gpus_per_node: int
+    device_gib: float
+    peak_tflops: float
+    matrix_tflops: float
+    attention_tflops: float
+    attention_long_tflops: float
+    device_bandwidth_gbps: float
+    node_gbps: float
+    network_gbps: float
+    node_latency_us: float = 4.0
+    network_latency_us: float = 12.0
+    to_host_gbps: float = 20.0
+    gather_gbps: float = 2.0
+    storage_write_gbps: float = 2.0
+    storage_read_gbps: float = 5.0
+    storage_write_limit_gbps: float | None = None
+    storage_read_limit_gbps: float | None = None
+    mtbf_hours: float = 50_000.0
+    restart_minutes: float = 10.0
+
+    @property
+    def device_bytes(self) -> int:
+        return int(self.device_gib * GIB)
+
+    def attention_rate(self, tokens: int) -> float:
+        """FLOP/s of causal attention in rows of `tokens` tokens."""
+        return _attention_rate(self.attention_tflops, self.attention_long_tflops, tokens)
 
 
-def name_problems(data: Mapping[str, Any], figures: type[DataclassInstance]) -> Iterator[str]:
-    """Keys of a file that the dataclass does not know, and fields without a default that the file does not give."""
-    known = {f.name: f for f in fields(figures)}
-    for name in data:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            yield f"unknown key {name!r}" + (f'; did you mean "{near[0]}"?' if near else "")
-    for name, info in known.items():
-        if name not in data and info.default is MISSING and info.default_factory is MISSING:
-            yield f"{name} is missing"
+def _attention_rate(short_tflops: float, long_tflops: float | None, tokens: int) -> float:
+    """FLOP/s at a row length: seconds per FLOP are a line in 1 / tokens through the two measured lengths."""
+    if long_tflops is None:
+        return short_tflops * 1e12
+    slope = (1 / short_tflops - 1 / long_tflops) / (1 / SHORT_ROW - 1 / LONG_ROW)
+    return 1e12 / (1 / long_tflops + slope * (1 / max(tokens, SHORT_ROW) - 1 / LONG_ROW))
 
 
-def _problems_of(name: str, value: Any) -> list[str]:
-    if name in ("name", "link", "versions"):
-        return [] if isinstance(value, str) else [f"{name} should be text, found {value!r}"]
-    if name in ("adamw_gparams", "attention_ms"):
-        if not isinstance(value, Mapping) or not all(is_figure(v) and v > 0 for v in value.values()):
-            return [f"{name} should map to positive numbers, found {value!r}"]
-        if name == "adamw_gparams" and (not value or not all(_is_count(count) for count in value)):
-            return [f"{name} should map numbers of threads to rates, found {value!r}"]
-        return []
-    if value is None and name in OPTIONAL:
-        return []
-    if not is_figure(value) or value < 0:
-        return [f"{name} should be a number, found {value!r}"]
-    if value == 0 and name not in MAY_BE_ZERO:
-        return [f"{name} should be more than 0, found {value!r}"]
-    return []
-
-
-def is_figure(value: Any) -> TypeGuard[int | float]:
-    """Whether a value of a file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _is_count(value: Any) -> bool:
-    text = str(value)
-    return text.isascii() and text.isdigit() and int(text) > 0
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def load_machine(path: str | Path) -> Machine:
-    """A machine from its file, YAML or JSON.
+    """The machine in a YAML or JSON file.
 
     Raises:
         UserError: The file is missing or not a machine file.
@@ -201,8 +188,83 @@ def load_machine(path: str | Path) -> Machine:
     return machine_from(data, str(path))
 
 
+def load_cluster(path: str | Path) -> Cluster:
+    """The cluster in a YAML or JSON file.
+
+    Raises:
+        UserError: The file is missing or not a cluster file.
+    """
+    data = read_figures(path)
+    if "gpus_per_node" not in data:
+        raise UserError(
+            "is the file of one machine, not of a cluster", str(path), "give a file with gpus_per_node (docs/machines)"
+        )
+    return _made(Cluster, data, str(path), ())
+
+
+def machine_from(data: Mapping[str, Any], where: str) -> Machine:
+    """A machine from plain data; `where` names the source in errors.
+
+    Raises:
+        UserError: Keys are unknown or missing, or values are not figures; all problems in one error.
+    """
+    machine = _made(Machine, data, where, MAY_BE_ZERO)
+    rates = {int(count): float(rate) for count, rate in machine.adamw_gparams.items()}
+    return replace(machine, adamw_gparams=rates)
+
+
+Figures = TypeVar("Figures", Machine, Cluster)
+
+
+def _made(kind: type[Figures], data: Mapping[str, Any], where: str, may_be_zero: tuple[str, ...]) -> Figures:
+    problems = list(_problems(kind, data, may_be_zero))
+    if problems:
+        raise UserError("; ".join(problems), where, "docs/planner.md describes the fields; docs/machines has examples")
+    return kind(**data)
+
+
+def _problems(kind: type[Figures], data: Mapping[str, Any], may_be_zero: tuple[str, ...]) -> Iterator[str]:
+    known = {f.name: f for f in fields(kind)}
+    for name in data:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            yield f"unknown key {name!r}" + (f'; did you mean "{near[0]}"?' if near else "")
+    for name, info in known.items():
+        if name not in data:
+            if info.default is MISSING and info.default_factory is MISSING:
+                yield f"{name} is missing"
+        elif not (data[name] is None and info.default is None):
+            wanted = _wanted(name, data[name], name in may_be_zero)
+            if wanted:
+                yield f"{name} should {wanted}, found {data[name]!r}"
+
+
+def _wanted(name: str, value: Any, may_be_zero: bool) -> str | None:
+    """What the value of a field should be, None if that is what it is."""
+    if name in TEXTS:
+        return None if isinstance(value, str) else "be text"
+    if name in MAPS:
+        if not isinstance(value, Mapping) or not all(_is_figure(v) and v > 0 for v in value.values()):
+            return "map to positive numbers"
+        threads = name == "adamw_gparams"
+        return "map numbers of threads to rates" if threads and not (value and all(map(_is_count, value))) else None
+    if not _is_figure(value) or value < 0 or (value == 0 and not may_be_zero):
+        return "be a number" if may_be_zero else "be a positive number"
+    return "be a whole number" if name == "gpus_per_node" and not isinstance(value, int) else None
+
+
+def _is_figure(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is a finite number, and not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    text = str(value)
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
 def read_figures(path: str | Path) -> dict[str, Any]:
-    """The fields of a machine's or a cluster's file, YAML or JSON, as they are written.
+    """The fields of a machine's or a cluster's file as written.
 
     Raises:
         UserError: The file is missing or holds no fields.

@@ -1,11 +1,10 @@
-"""`probe`: measure what plans are made of. Half a minute on a large machine, once; the figures are kept in the user's cache.
+"""`probe`: measure this machine for the planner. Takes half a minute on a large machine, once; results go to the user's cache.
 
-Every measurement says how large it is and takes medians. Memory that a measurement needs is given back before the next one.
+Measurements take medians, and free their memory before the next one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -14,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,61 +33,52 @@ from megatrain.units import GIB
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of what is measured and how; an older cache is measured again."""
+"""Version of the measurements; figures cached by another version are measured again."""
 COPY_BYTES = 1 << 30
 ADAMW_ELEMENTS = 1 << 26
 DISK_BYTES = 1 << 30
 MATRIX_SIZES = ((8192, 8192, 8192), (16384, 4096, 12288))
 
 
-def probe(device: str | torch.device = "auto", *, cache: bool = True, disk_folder: Path | None = None) -> Machine:
-    """This machine's figures.
+def probe(device: str | torch.device = "auto", *, disk_folder: Path | None = None) -> Machine:
+    """This machine's figures: cached ones of the same hardware and torch version, else measured and cached.
 
     Args:
         device: `auto`, `cpu`, `cuda`, `cuda:1`.
-        cache: Use the figures of an earlier call on the same hardware with the same torch, and keep new ones.
-        disk_folder: Where the disk is measured; by default the current folder.
+        disk_folder: Folder on the disk to measure; the current one by default.
 
     Raises:
         UserError: There is no such device.
     """
     gpu = gpu_of(device)
     file = cache_file(gpu)
-    if cache:
-        found = _cached(file)
-        if found is not None:
-            return found
+    found = _cached(file)
+    if found is not None:
+        return found
     started = time.perf_counter()
-    logger.info("measuring this machine; the figures are kept in %s", file if cache else "no file")
+    logger.info("measuring this machine; figures go to %s", file)
     machine = measure(gpu, disk_folder or Path.cwd())
     logger.info("measured in %.0f s", time.perf_counter() - started)
-    if cache:
-        _keep(machine, file)
+    _keep(machine, file)
     return machine
 
 
 def known_machine(device: str | torch.device) -> Machine | None:
-    """The figures of an earlier `probe` on this hardware, None where there was none. Measures nothing."""
+    """Cached figures of this hardware, or None. Measures nothing."""
     return _cached(cache_file(gpu_of(device)))
 
 
-def measure(gpu: torch.device | None, disk_folder: Path, *, scale: float = 1.0) -> Machine:
-    """Measure everything, whatever is cached.
-
-    Args:
-        gpu: A CUDA device, or None.
-        disk_folder: Where the disk is measured.
-        scale: On the sizes of what is measured; tests take small ones.
-    """
+def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
+    """Measure the host, the disk of `disk_folder`, and the GPU if one is given."""
     cores = system.usable_cores()
-    adamw = adamw_rates(cores, int(ADAMW_ELEMENTS * scale))
-    write, read = disk_rates(disk_folder, int(DISK_BYTES * scale))
+    adamw = adamw_rates(cores, ADAMW_ELEMENTS)
+    write, read = disk_rates(disk_folder, DISK_BYTES)
     facts: dict[str, object] = {
         "name": f"{cores} cores",
         "device_gib": 0.0,
         "host_gib": round(available_host_bytes() / GIB, 1),
         "cores": cores,
-        "host_bandwidth_gbps": host_bandwidth(cores, int(COPY_BYTES * scale)),
+        "host_bandwidth_gbps": host_bandwidth(cores, COPY_BYTES),
         "adamw_gparams": adamw,
         "disk_write_gbps": write,
         "disk_read_gbps": read,
@@ -97,7 +87,7 @@ def measure(gpu: torch.device | None, disk_folder: Path, *, scale: float = 1.0) 
     }
     if gpu is not None:
         best = max(adamw, key=lambda count: adamw[count])
-        facts |= _device_facts(gpu, best, int(ADAMW_ELEMENTS * scale), int(COPY_BYTES * scale))
+        facts |= _device_facts(gpu, best, ADAMW_ELEMENTS, COPY_BYTES)
         facts["name"] = f"{torch.cuda.get_device_name(gpu)}, {cores} cores, {facts['host_gib']:.0f} GiB"
     return machine_from(facts, "the probe")
 
@@ -107,18 +97,16 @@ def measure(gpu: torch.device | None, disk_folder: Path, *, scale: float = 1.0) 
 
 
 def adamw_rates(cores: int, elements: int, counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)) -> dict[int, float]:
-    """AdamW on host planes by number of threads [1e9 parameters a second]."""
-    wanted = sorted({count for count in counts if count < cores} | {cores})
-    with _planes(elements) as run:
-        return {count: round(run(count), 3) for count in wanted}
+    """AdamW on host planes by number of threads [1e9 parameters/s]."""
+    rate = _adamw_on_host(elements)
+    return {count: rate(count) for count in sorted({count for count in counts if count < cores} | {cores})}
 
 
-@contextlib.contextmanager
-def _planes(elements: int) -> Iterator[Callable[[int], float]]:
-    """Planes of `elements` in four units; inside, a function from threads to the rate of AdamW on them."""
+def _adamw_on_host(elements: int) -> Callable[[int], float]:
+    """A function from threads to the rate of AdamW on four units of `elements` in all [1e9 parameters/s]."""
     part = elements // 4
-    optim, cpu = AdamW(), torch.device("cpu")
-    units = [_filled(optim, part, cpu) for _ in range(4)]
+    optim = AdamW()
+    units = [_filled(optim, part, torch.device("cpu")) for _ in range(4)]
     segments = segments_of([("weight", (part, 1), 0, part)], optim)
     coefficients = optim.coefficients(10, 1e-6)
 
@@ -133,13 +121,13 @@ def _planes(elements: int) -> Iterator[Callable[[int], float]]:
                 for job in jobs:
                     job.result()
 
-            return 4 * part / 1e9 / seconds_of(update)
+            return round(4 * part / 1e9 / seconds_of(update), 3)
 
-    yield rate
+    return rate
 
 
 def _filled(optim: OptimizerSpec, elements: int, device: torch.device) -> tuple[UnitPlanes, torch.Tensor]:
-    """Split planes of a unit and its bf16 gradient, with values of ordinary size."""
+    """Split planes of a unit and its bf16 gradient, filled with values of typical magnitude."""
     dtypes = {"hi": torch.bfloat16, "lo": torch.int16, **optim.state_dtypes}
     planes = {kind: torch.full((elements,), 1e-3, device=device).to(dtype) for kind, dtype in dtypes.items()}
     grad = torch.full((elements,), 1e-3, dtype=torch.bfloat16, device=device)
@@ -147,7 +135,7 @@ def _filled(optim: OptimizerSpec, elements: int, device: torch.device) -> tuple[
 
 
 def host_bandwidth(cores: int, nbytes: int) -> float:
-    """Read and written bytes together of a copy with all cores [GB/s]."""
+    """Bytes read and written by a copy with all cores [GB/s]."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     before = torch.get_num_threads()
     torch.set_num_threads(cores)
@@ -158,7 +146,7 @@ def host_bandwidth(cores: int, nbytes: int) -> float:
 
 
 def disk_rates(folder: Path, nbytes: int) -> tuple[float, float]:
-    """(write with fsync, read) [GB/s]; the page cache is left out of reading where the system lets us."""
+    """(write with fsync, read) [GB/s]; reads bypass the page cache where the system allows it. Zeros if it cannot be measured."""
     block = os.urandom(1 << 20) * 16
     count = max(1, nbytes // len(block))
     try:
@@ -205,7 +193,7 @@ def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -
         "link": str(system.device_link(bus) or ""),
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
     }
-    # of one causal forward and backward: 3.5 forwards of 4 T^2 d / 2 per head
+    # a causal forward and backward are 3.5 forwards of 4 T^2 d / 2 per head
     for name, found, tokens, rows in (
         ("attention_tflops", attention, SHORT_ROW, 16384 // SHORT_ROW),
         ("attention_long_tflops", long_attention, LONG_ROW, 1),
@@ -217,7 +205,7 @@ def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -
 
 
 def bus_id(gpu: torch.device) -> str:
-    """The PCI address of a CUDA device, as the system writes it."""
+    """PCI address of a CUDA device in the system's spelling."""
     properties = torch.cuda.get_device_properties(gpu)
     domain = getattr(properties, "pci_domain_id", 0)
     return f"{domain:04x}:{getattr(properties, 'pci_bus_id', 0):02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
@@ -225,8 +213,8 @@ def bus_id(gpu: torch.device) -> str:
 
 def _copies(
     gpu: torch.device, threads: int, elements: int, nbytes: int
-) -> tuple[dict[str, object], float | None, float | None]:
-    """(rates of the link, AdamW while weights stream, limit of pinning [GiB])."""
+) -> tuple[dict[str, object], float, float | None]:
+    """(link rates, AdamW while weights stream [1e9 parameters/s], pinning limit [GiB] or None)."""
     limit = None
     with Arena(nbytes) as source, Arena(nbytes) as sink:
         for arena in (source, sink):
@@ -252,24 +240,20 @@ def _copies(
             copy_in()
             copy_out()
 
-        def waited(run: Callable[[], None]) -> Callable[[], None]:
-            def whole() -> None:
-                run()
-                torch.cuda.synchronize(gpu)
+        def waited(run: Callable[[], None]) -> None:
+            run()
+            torch.cuda.synchronize(gpu)
 
-            return whole
-
+        rate = _adamw_on_host(elements)
         gb = nbytes / 1e9
         rates: dict[str, object] = {
-            "h2d_gbps": round(gb / seconds_of(waited(copy_in)), 2),
-            "d2h_gbps": round(gb / seconds_of(waited(copy_out)), 2),
-            "both_gbps": round(gb / seconds_of(waited(both)), 2),
+            f"{name}_gbps": round(gb / seconds_of(functools.partial(waited, copy)), 2)
+            for name, copy in (("h2d", copy_in), ("d2h", copy_out), ("both", both))
         }
-        with _planes(elements) as run:
-            for _ in range(64):  # more than the updates take: they are measured while these are in the queue
-                copy_in()
-            streaming = round(run(threads), 3)
-            torch.cuda.synchronize(gpu)
+        for _ in range(64):  # takes longer than the updates, so that they run beside the copies
+            copy_in()
+        streaming = rate(threads)
+        torch.cuda.synchronize(gpu)
         return rates, streaming, limit
 
 
@@ -283,7 +267,7 @@ def _device_adamw(gpu: torch.device, elements: int) -> float:
 
 
 def matrix_tflops(gpu: torch.device) -> float:
-    """bf16 products with fp32 accumulation: the best of a square one and one of a layer's size."""
+    """bf16 products with fp32 accumulation: the better of a square product and one of a layer's size."""
     best = 0.0
     for rows, inner, columns in MATRIX_SIZES:
         left = torch.randn(rows, inner, dtype=torch.bfloat16, device=gpu)
@@ -300,40 +284,35 @@ def _device_bandwidth(gpu: torch.device, nbytes: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Clocks
+# Timing
 
 
 def seconds_of(run: Callable[[], object], repeat: int = 3) -> float:
-    """Median seconds of a call, after one that does not count."""
-    run()
-    times = []
-    for _ in range(repeat):
+    """Median wall time of a call, after one warm-up call."""
+
+    def timed() -> float:
         started = time.perf_counter()
         run()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        return time.perf_counter() - started
+
+    run()
+    return statistics.median(timed() for _ in range(repeat))
 
 
 def device_seconds(run: Callable[[], object], device: torch.device, repeat: int = 5) -> float:
-    """Median seconds of what a call puts on the device's current stream, after two that do not count; a clock on a CPU."""
+    """Median seconds that a call takes on the device's current stream, after two warm-up calls. Wall time on a CPU."""
     if device.type != "cuda":
         return seconds_of(run, repeat)
     run()
     run()
-    times = []
-    for _ in range(repeat):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return statistics.median(_between_events(run) for _ in range(repeat))
 
 
 def sustained_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Mean seconds of a call that is made `times` times back to back, after two that do not count: at the clock that the
-    device can hold, where `device_seconds` sees the one of a short burst."""
+    """Mean seconds of a call made `times` times back to back, after two warm-up calls.
+
+    This sees the clock rate that the device can sustain; `device_seconds` sees that of a short burst.
+    """
 
     def all_of_them() -> None:
         for _ in range(times):
@@ -341,14 +320,16 @@ def sustained_seconds(run: Callable[[], object], device: torch.device, times: in
 
     run()
     run()
-    if device.type != "cuda":
-        return seconds_of(all_of_them, 1) / times
+    return (_between_events(all_of_them) if device.type == "cuda" else seconds_of(all_of_them, 1)) / times
+
+
+def _between_events(run: Callable[[], object]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    all_of_them()
+    run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / times
+    return start.elapsed_time(end) / 1e3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -356,8 +337,8 @@ def sustained_seconds(run: Callable[[], object], device: torch.device, times: in
 
 
 def cache_file(gpu: torch.device | None) -> Path:
-    """Where the figures of this hardware with this torch are kept."""
-    parts = [VERSION, torch.__version__, os.uname().nodename, system.usable_cores(), system.all_cores()]
+    """Cache file for this hardware and this torch version."""
+    parts = [VERSION, torch.__version__, os.uname().nodename, system.usable_cores(), os.cpu_count()]
     if gpu is not None:
         parts += [torch.cuda.get_device_name(gpu), gpu.index, torch.cuda.device_count(), torch.version.cuda]
     key = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -374,7 +355,7 @@ def _cached(file: Path) -> Machine | None:
         logger.warning("%s is not readable (%s); measuring again", file, error)
         return None
     try:
-        # the memory that is available changes all the time, the rates do not
+        # available memory changes all the time, rates do not
         return machine_from({**data, "host_gib": round(available_host_bytes() / GIB, 1)}, str(file))
     except UserError as error:
         logger.warning("%s; measuring again", error)
@@ -388,11 +369,11 @@ def _keep(machine: Machine, file: Path) -> None:
             writer.write(machine.as_json())
         Path(writer.name).replace(file)
     except OSError as error:
-        logger.warning("the machine's figures could not be kept: %s", error)
+        logger.warning("the machine's figures could not be cached: %s", error)
 
 
 def gpu_of(device: str | torch.device) -> torch.device | None:
-    """The CUDA device meant, None for the CPU."""
+    """The CUDA device that a setting names, with its index; None for the CPU."""
     if str(device) == "cpu" or (str(device) == "auto" and not torch.cuda.is_available()):
         return None
     if not torch.cuda.is_available():

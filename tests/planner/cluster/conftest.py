@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 import families
-from megatrain.machine.cluster import Cluster, load_cluster
+from megatrain.machine.machine import Cluster, load_cluster
 from megatrain.planner.choice import StepSize
 from megatrain.planner.cluster.job import Job
 from megatrain.planner.cluster.run import job_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.machine.cluster import Cluster
+from megatrain.machine.machine import Cluster
 from megatrain.planner.cluster.failures import CHECKPOINT_BYTES, best_interval, goodput, save_seconds
 
 UNITS = {f"layer.{number}": 10**9 for number in range(100)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatrain.engine.mesh.layout import Layout
-from megatrain.machine.cluster import Cluster
+from megatrain.machine.machine import Cluster
 from megatrain.planner.cluster.traffic import group, send_seconds
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.engine.mesh.writers import shares
-from megatrain.machine.cluster import Cluster
+from megatrain.machine.machine import Cluster
 from megatrain.optim.adamw import AdamW
 
 CHECKPOINT_BYTES = AdamW().bytes_per_parameter

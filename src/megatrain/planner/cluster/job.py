@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.tensor_parallel import splits_experts
-from megatrain.machine.cluster import Cluster
+from megatrain.machine.machine import Cluster
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.choice import Options, StepSize

@@ -11,7 +11,7 @@ import torch
 from megatrain.config.schema import ParallelConfig, RunConfig
 from megatrain.engine.mesh.layout import Layout
 from megatrain.errors import UserError
-from megatrain.machine.cluster import Cluster, load_cluster
+from megatrain.machine.machine import Cluster, load_cluster
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
 from megatrain.models.structure import dissect
 from megatrain.planner.choice import StepSize

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.engine.mesh.layout import Layout
-from megatrain.machine.cluster import Cluster
+from megatrain.machine.machine import Cluster
 
 Dimension = Literal["tensor", "context", "fsdp", "replicate", "pipeline"]
 DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "fsdp", "replicate", "pipeline")
