@@ -48,7 +48,7 @@ class Case:
         parts = [self.family, f"tp{at.tensor}", f"pp{at.pipeline}", f"dp{at.replicate}x{at.shard}", f"cp{at.context}"]
         if at.pipeline > 1:
             parts.append(at.schedule)
-        parts += [f"mb{at.pieces}", "tied" if self.tied else "untied", self.kind]
+        parts += [f"mb{at.microbatch_count}", "tied" if self.tied else "untied", self.kind]
         parts += [word for word, on in (("eval", self.evaluate), ("recompute", self.recompute)) if on]
         parts += [f"heads{self.heads[0]}of{self.heads[1]}"] if self.heads else []
         return "-".join(parts)
@@ -119,7 +119,7 @@ def matrix() -> list[Case]:
             shard=shard,
             schedule=values["schedule"],
         )
-        layout = replace(layout, microbatches=layout.pieces * values["accumulate"])
+        layout = replace(layout, microbatches=layout.microbatch_count * values["accumulate"])
         cases.append(
             Case(
                 family=next(sliding if values["sliding"] else full),

@@ -22,7 +22,7 @@ import torch
 import families
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.optim.adamw import AdamW
 
 OPTIM = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
@@ -64,21 +64,16 @@ def run(case: GpuCase, device: str) -> dict[str, Any]:
     batches = [families.batch(family, seed=s, rows=8, tokens=32, kind=case.kind) for s in range(case.steps)]
     with HostEngine(model, device="cpu", compute_dtype=case.dtype, optim=OPTIM) as host:
         want = [host.train_step(batch) for batch in batches]
-    options: dict[str, Any] = {
-        "compute_dtype": case.dtype,
-        "optim": OPTIM,
-        "recompute": case.recompute,
-        "compile": case.compile,
-    }
+    plan = MeshPlan(Layout(microbatches=2), case.recompute, case.compile, case.dtype)
     half = case.steps // 2 if case.resume else case.steps
     with tempfile.TemporaryDirectory() as folder:
-        with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
+        with MeshEngine(model, plan, device=device, optim=OPTIM) as mesh:
             got = [mesh.train_step(batch) for batch in batches[:half]]
             types = sorted({str(weight.dtype) for _, weight in mesh.named_parameters()})
             if case.resume:
                 mesh.save(f"{folder}/checkpoint")
         if case.resume:
-            with MeshEngine(model, Layout(microbatches=2), device=device, **options) as mesh:
+            with MeshEngine(model, plan, device=device, optim=OPTIM) as mesh:
                 mesh.load(f"{folder}/checkpoint")
                 got += [mesh.train_step(batch) for batch in batches[half:]]
     return {

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import families
 import mesh_ranks as ranks
+from fp64 import Fp32MeansFp64
 from megatrain.engine.mesh.data_parallel import local
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.exact import Fp32MeansFp64
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.optim.adamw import AdamW
 from mesh_cases import Case
 from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
@@ -88,10 +89,9 @@ def _work(case: Case, model: Any, steps: list[dict[str, Tensor]], fault: Callabl
         fault()
     engine = MeshEngine(
         model,
-        case.layout,
-        compute_dtype="fp64",
+        MeshPlan(case.layout, case.recompute, compute_dtype="fp64"),
         optim=AdamW(learning_rate=LEARNING_RATE, max_grad_norm=CLIP, eps=EPS),
-        recompute=case.recompute,
+        debug=Fp32MeansFp64,
     )
     engine.backward(steps[0])
     gradients = dict(engine.named_gradients())
@@ -111,17 +111,14 @@ def _work(case: Case, model: Any, steps: list[dict[str, Tensor]], fault: Callabl
 def digests(engine: MeshEngine) -> dict[Any, str]:
     """A hash of every local part, by the name of its owner and its box."""
     found = {}
-    for parameters, boxes in zip(engine.gradients._parameters, engine.gradients._boxes, strict=True):
-        for name, parameter in parameters.items():
-            key = (engine.structure.tied.get(name, name), boxes[name].offsets, boxes[name].sizes)
-            found[key] = hashlib.sha256(local(parameter).detach().contiguous().numpy().tobytes()).hexdigest()
+    for name, parameter, box, _ in engine.gradients.all():
+        key = (engine.structure.tied.get(name, name), box.offsets, box.sizes)
+        found[key] = hashlib.sha256(local(parameter).detach().contiguous().numpy().tobytes()).hexdigest()
     return found
 
 
 @functools.lru_cache(maxsize=64)
 def _plain(family: str, layers: int, tied: bool, kind: str, evaluate: bool, heads: tuple[int, int] | None) -> Run:
-    from megatrain.engine.mesh.layout import Layout
-
     case = Case(family, Layout(), layers, tied, kind, heads=heads)
     model, steps = build(case), batches(case)
     with Fp32MeansFp64():

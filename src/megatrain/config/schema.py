@@ -373,9 +373,6 @@ class LayoutConfig(Section):
     shard: PositiveInt | None = Field(
         default=None, description="ranks that share one copy of parameters and optimizer; null: all that are left"
     )
-    sequence: StrictBool = Field(
-        default=True, description="split norms and residuals over the tensor ranks, by tokens; false is not supported"
-    )
     schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "dualpipev"] = Field(
         default="1f1b", description="pipeline schedule"
     )

@@ -43,7 +43,7 @@ class StreamedLayer(LayerStandIn):
         return self._run(self.index, args, kwargs)
 
 
-class _GivenStates(nn.Module):
+class GivenStates(nn.Module):
     """Stands for the base model in the head: returns the hidden states that it is given as `inputs_embeds`.
 
     Plain attributes (multipliers) are the base model's. A submodule that holds the layers (OPT's heads call
@@ -138,7 +138,7 @@ class Shell:
         self._base: Any = model.get_submodule(structure.base_name)
         self._base_prefix = structure.base_name + "."
         layers_path = structure.layers_name.removeprefix(self._base_prefix)
-        self._head = with_submodule(model, structure.base_name, _GivenStates(self._base, layers_path))
+        self._head = with_submodule(model, structure.base_name, GivenStates(self._base, layers_path))
         edge_names = [name for unit in (structure.embedding, structure.head) for _, name in unit.full_names()]
         tied_heads = {name for alias, name in structure.tied.items() if not alias.startswith(self._base_prefix)}
         self.head_names = [

@@ -44,7 +44,7 @@ from megatrain.run.divergence import Divergence
 from megatrain.run.folder import RunFolder
 from megatrain.run.lock import RunLock
 from megatrain.run.loop import Loop, NoOutput, Prefetcher, TrainSummary, engine_for, errors_into_log, open_folder
-from megatrain.run.prepare import Prepared, check_mesh, mesh_ladder, prepare
+from megatrain.run.prepare import Prepared, check_mesh, prepare
 from megatrain.run.signals import StopSignals
 from megatrain.units import GIB
 
@@ -88,13 +88,13 @@ def train_on_mesh(
                     log.info(_words_of_attempt(number, prepared))
             stop = AgreedStop(signals, folder, device)
             stop.agree()
-            rung = [times_out_of_memory(folder.path)]
-            dist.broadcast_object_list(rung, src=0)
-            with errors_into_log(log, folder), engine_for(prepared, engine, rung=rung[0]) as running:
+            reductions = [times_out_of_memory(folder.path)]
+            dist.broadcast_object_list(reductions, src=0)
+            with errors_into_log(log, folder), engine_for(prepared, engine, reductions=reductions[0]) as running:
                 running.watch = watch.section
                 kind = _MainLoop if main else _SilentLoop
                 loop = kind(prepared, running, folder, log, stop)
-                loop.rung = rung[0]
+                loop.reductions = reductions[0]
                 start.close()
                 summary = loop.run()
         watch.neighbours_may_end()
@@ -188,7 +188,7 @@ class AgreedStop:
 class _MainLoop(Loop):
     stop: AgreedStop
     engine: MeshEngine
-    rung: int
+    reductions: int
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -212,15 +212,13 @@ class _MainLoop(Loop):
 
     def _out_of_memory(self, step: int) -> MegatrainError:
         """See [Note: out of memory]."""
-        rungs = mesh_ladder(self.run_config)
+        reduced = self.engine.plan.reduced(self.run_config.rows_per_step)
         where = f"rank {dist.get_rank()}, step {step}"
-        if self.rung + 1 >= len(rungs):
+        if reduced is None:
             remedy = "more tensor, pipeline or shard ranks, or shorter rows (data.max_tokens)"
             return UserError("out of device memory, and nothing denser is left", where, remedy)
-        note_out_of_memory(self.folder.path, self.rung + 1)
-        return StartAgain(
-            f"{where}: out of device memory; started again, the run goes on with {rungs[self.rung + 1].key}"
-        )
+        note_out_of_memory(self.folder.path, self.reductions + 1)
+        return StartAgain(f"{where}: out of device memory; started again, the run goes on with {reduced.reduced_by}")
 
     def _train_and_look(self, batches: Prefetcher, step: int) -> StepRecord:
         engine, clock, sampled = self.engine, RankClock(self.engine.device), None

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from megatrain.data.rows import PackedRows
     from megatrain.engine.host.engine import HostEngine
     from megatrain.engine.mesh.engine import MeshEngine
-    from megatrain.engine.mesh.layout import Layout
-    from megatrain.engine.mesh.oom import Setting
+    from megatrain.engine.mesh.layout import Layout, MeshPlan
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +262,7 @@ def _gpu_bytes(run: RunConfig) -> int | None:
 
 
 def make_engine(
-    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True, rung: int = 0
+    run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True, reductions: int = 0
 ) -> HostEngine | MeshEngine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
@@ -271,10 +270,10 @@ def make_engine(
         model_folder: The local folder behind `model.path`.
         for_training: False leaves out the memory of gradients.
         weights: False leaves the weights to a checkpoint that is loaded next.
-        rung: With engine: mesh, of `mesh_ladder`.
+        reductions: As for `mesh_plan`.
     """
     if run.engine == "mesh":
-        return _make_mesh_engine(run, model_folder, weights, rung)
+        return _make_mesh_engine(run, model_folder, weights, reductions)
     from megatrain.engine.host.engine import HostEngine
     from megatrain.optim.adamw import AdamW
     from megatrain.planner.run import planned_options
@@ -306,9 +305,13 @@ def make_engine(
     )
 
 
-def mesh_ladder(run: RunConfig) -> list[Setting]:
-    """The configured setting of a run with `engine: mesh` and the denser ones behind it."""
-    from megatrain.engine.mesh.oom import ladder
+def mesh_plan(run: RunConfig, reductions: int = 0) -> MeshPlan:
+    """The plan of a run with `engine: mesh`.
+
+    Args:
+        reductions: How often the run has run out of device memory: the plan is reduced that many times, if it can be.
+    """
+    from megatrain.engine.mesh.layout import MeshPlan
 
     layout = check_mesh(run)
     splits = layout.pipeline > 1 and layout.kind.splits_backward
@@ -317,28 +320,28 @@ def mesh_ladder(run: RunConfig) -> list[Setting]:
         logger.warning("activations.policy: selective was asked for; the mesh engine recomputes whole layers instead")
     # A schedule that splits the backward is chosen for speed, so recompute is asked for by name there.
     recompute = policy not in (("keep", "auto") if splits else ("keep",))
-    return ladder(layout, recompute, run.rows_per_step)
-
-
-def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool, rung: int) -> MeshEngine:
-    from megatrain.engine.mesh.engine import MeshEngine
-
-    rungs = mesh_ladder(run)
-    setting = rungs[min(rung, len(rungs) - 1)]
-    if rung > 0:
-        logger.warning(
-            "the run has run out of memory %d times: it goes on with %s (RUN/denser)", rung, setting.key or "the config"
-        )
     compute = run.precision.compute_dtype
     assert compute != "fp16", "refused by check_mesh"
+    plan = MeshPlan(layout, recompute, run.activations.compile, compute)
+    for _ in range(reductions):
+        plan = plan.reduced(run.rows_per_step) or plan
+    return plan
+
+
+def _make_mesh_engine(run: RunConfig, model_folder: Path, weights: bool, reductions: int) -> MeshEngine:
+    from megatrain.engine.mesh.engine import MeshEngine
+
+    plan = mesh_plan(run, reductions)
+    if reductions > 0:
+        logger.warning(
+            "the run has run out of memory %d times: it goes on with %s (RUN/denser)",
+            reductions, plan.reduced_by or "the config",
+        )  # fmt: skip
     return MeshEngine(
         model_folder,
-        setting.layout,
+        plan,
         device=run.run.device,
         optim=optimizer(run),
-        compute_dtype=compute,
-        recompute=setting.recompute,
-        compile=run.activations.compile,
         init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
         trust_remote_code=run.model.trust_remote_code,

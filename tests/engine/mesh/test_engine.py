@@ -9,11 +9,11 @@ import torch
 
 import families
 import mesh_ranks as ranks
+from fp64 import Fp32MeansFp64
 from megatrain.engine.mesh import launch
-from megatrain.engine.mesh.devices import Devices
+from megatrain.engine.mesh.data_parallel import Devices
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.exact import Fp32MeansFp64
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.engine.mesh.pipeline import KEPT_SHAPES
 from megatrain.errors import EngineClosed, UserError
 from megatrain.optim.adamw import AdamW
@@ -25,10 +25,11 @@ from reference import ReferenceTrainer
 LLAMA = Case("llama", Layout(), 4, tied=True, kind="plain")
 
 
-def engine(model, layout, **more):
-    return MeshEngine(
-        model, layout, **{"compute_dtype": "fp64", "optim": AdamW(learning_rate=1e-2, max_grad_norm=0.1), **more}
-    )
+def engine(model, layout, optim=None, **plan):
+    """In fp64, unless `plan` says otherwise."""
+    optim = optim or AdamW(learning_rate=1e-2, max_grad_norm=0.1)
+    plan = MeshPlan(layout, **{"compute_dtype": "fp64", **plan})
+    return MeshEngine(model, plan, optim=optim, debug=Fp32MeansFp64 if plan.compute_dtype == "fp64" else None)
 
 
 def test_one_nan_on_one_rank_makes_all_ranks_skip():
@@ -39,16 +40,17 @@ def test_one_nan_on_one_rank_makes_all_ranks_skip():
         trained = engine(model, Layout(tensor=2, pipeline=2))
         trained.train_step(steps[0])
         before = digests(trained)
-        settle = trained.gradients._settle
+        finish = trained.gradients.finish
 
-        def poisoned():
-            settle()
+        def poisoned(loss):
             if torch.distributed.get_rank() == 3:
-                next(iter(trained.gradients._parameters[0].values())).grad.to_local().fill_(float("nan"))
+                split = next(p for _, p, box, _ in trained.gradients.all() if box.tensor_dim is not None)
+                split.grad.to_local().fill_(float("nan"))
+            return finish(loss)
 
-        trained.gradients._settle = poisoned
+        trained.gradients.finish = poisoned
         skipped = trained.train_step(steps[1])
-        trained.gradients._settle = settle
+        trained.gradients.finish = finish
         unchanged = digests(trained) == before and trained.updates == 1 and trained.step == 2
         return skipped.skipped, unchanged, trained.train_step(steps[2]).loss
 
@@ -100,7 +102,7 @@ def test_split_backwards_add_up_in_fp32(schedule, virtual):
     batch = families.batch(family, seed=0, rows=8, tokens=16, kind="plain")
 
     def work(layout):
-        trained = MeshEngine(model, layout, compute_dtype="bf16")
+        trained = MeshEngine(model, MeshPlan(layout, compute_dtype="bf16"))
         trained.backward(batch)
         return dict(trained.named_gradients())
 
@@ -171,7 +173,7 @@ def test_shapes_may_change_from_step_to_step():
     def work():
         trained = engine(model, Layout(pipeline=2, shard=2))
         results = [(r.loss, r.grad_norm) for r in (trained.train_step(batch) for batch in steps)]
-        assert len(trained.runner._schedules) == KEPT_SHAPES < len(set(shapes))
+        assert trained.counters()["schedules"] == KEPT_SHAPES < len(set(shapes))
         return results
 
     found = ranks.run(4, work)[0]
@@ -272,7 +274,7 @@ def test_bf16_keeps_fp32_masters():
 def test_refusals_come_before_any_process_group():
     model = build(LLAMA)
     with pytest.raises(UserError, match="4 ranks, but there are 1 processes"):
-        MeshEngine(model, Layout(tensor=2, pipeline=2, shard=1))
+        MeshEngine(model, MeshPlan(Layout(tensor=2, pipeline=2, shard=1)))
 
 
 def test_a_bad_learning_rate_is_refused_and_so_is_all_by_a_closed_engine():

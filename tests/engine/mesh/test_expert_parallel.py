@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import families
-from megatrain.engine.mesh.expert_parallel import own_experts
-from megatrain.engine.mesh.tokens import TensorGroup
+from megatrain.engine.mesh.tensor_collectives import TensorGroup
+from megatrain.engine.mesh.tensor_parallel import own_experts
 
 TOKENS, CHOICES = 12, 2
 

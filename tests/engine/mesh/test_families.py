@@ -11,7 +11,7 @@ import families
 import mesh_ranks as ranks
 from megatrain.engine.mesh.data_parallel import modules_in_fp32
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import CONTEXT_FAMILIES, TENSOR_FAMILIES, Layout
+from megatrain.engine.mesh.layout import CONTEXT_FAMILIES, TENSOR_FAMILIES, Layout, MeshPlan
 from megatrain.errors import UserError
 from mesh_cases import Case
 from mesh_parity import differences, on_ranks, plain
@@ -62,7 +62,7 @@ def test_routers_compute_in_fp32_beside_bf16(layout):
     batch = families.batch(family, seed=0, rows=8, tokens=16, kind="plain")
 
     def work():
-        trained = MeshEngine(model, layout, compute_dtype="bf16")
+        trained = MeshEngine(model, MeshPlan(layout, compute_dtype="bf16"))
         seen = set()
 
         def look(block, *_):
@@ -75,7 +75,7 @@ def test_routers_compute_in_fp32_beside_bf16(layout):
         losses = [trained.train_step(batch, 1e-2).loss for _ in range(3)]
         return seen, losses
 
-    alone = ranks.run(1, lambda: MeshEngine(model, Layout(), compute_dtype="fp32").train_step(batch).loss)[0]
+    alone = ranks.run(1, lambda: MeshEngine(model, MeshPlan(Layout(), compute_dtype="fp32")).train_step(batch).loss)[0]
     for seen, losses in ranks.run(2, work):
         assert seen == {(torch.float32, torch.bfloat16, "Parameter")}
         assert losses[0] == pytest.approx(alone, rel=5e-3) and losses[2] < losses[0]
@@ -95,4 +95,4 @@ def test_a_parameter_in_fp32_beside_others_is_refused_by_name():
 def test_others_are_refused_by_name():
     config = families.config(families.BY_NAME["olmo"])
     for layout, word in ((Layout(tensor=2), "tensor"), (Layout(context=2), "context")):
-        assert any(f"olmo has not been proven with {word} parallel" in p for p in layout.problems(config, world=2))
+        assert any(f"olmo is not tested with {word} parallel" in p for p in layout.problems(config, world=2))

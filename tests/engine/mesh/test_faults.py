@@ -30,7 +30,7 @@ def local_norm() -> None:
 
     def local_finish(self, loss):
         own = self._squares().sqrt().item()
-        return gradients.Finished(finish(self, loss).loss, own)
+        return finish(self, loss)[0], own
 
     gradients.Gradients.finish = local_finish
 
@@ -62,8 +62,8 @@ def averaged_reduction() -> None:
 
 def averaged_microbatches() -> None:
     """The default of torch's schedules: gradients are divided by the number of microbatches."""
-    for name, kind in schedule.CLASSES.items():
-        schedule.CLASSES[name] = lambda *a, kind=kind, **k: kind(*a, **{**k, "scale_grads": True})
+    for name, kind in schedule.SCHEDULE_CLASSES.items():
+        schedule.SCHEDULE_CLASSES[name] = lambda *a, kind=kind, **k: kind(*a, **{**k, "scale_grads": True})
 
 
 def documents_ignored() -> None:
@@ -78,7 +78,7 @@ def documents_ignored() -> None:
 
 def partial_gradients() -> None:
     """Gradients of parameters that tensor ranks share are not added up over them."""
-    gradients.add_up_together = lambda shares, group: None
+    gradients.all_reduce_coalesced = lambda shares, group: None
 
 
 @pytest.mark.parametrize(

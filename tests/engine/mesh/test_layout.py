@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 import families
-from megatrain.engine.mesh.layout import SCHEDULES, Layout, split_layers, zigzag
+from megatrain.engine.mesh.context_parallel import zigzag_order
+from megatrain.engine.mesh.layout import SCHEDULES, Layout, MeshPlan, split_layers
 from megatrain.errors import UserError
 
 LLAMA = families.config(families.BY_NAME["llama"])  # 4 layers, 4 heads, 2 kv heads
@@ -45,7 +46,6 @@ def test_all_problems_are_named_at_once_with_what_would_fit():
         ),
         (Layout(pipeline=2, virtual=2, schedule="dualpipev", microbatches=3), ["fewer than the 4"]),
         (Layout(pipeline=2, schedule="zbv"), ["needs exactly 2 virtual"]),
-        (Layout(tensor=2, sequence=False), ["sequence: false"]),
         (Layout(shard=4), ["shard 2 would fit"]),
         (Layout(replicate=3), ["start 3 processes", "divides 2"]),
     ],
@@ -58,7 +58,7 @@ def test_problems(layout, words):
 
 def test_families_without_a_tensor_plan_are_refused_by_name():
     deepseek = families.config(families.BY_NAME["deepseek_v3"])
-    assert any("deepseek_v3 has not been proven with tensor" in p for p in Layout(tensor=2).problems(deepseek, world=2))
+    assert any("deepseek_v3 is not tested with tensor" in p for p in Layout(tensor=2).problems(deepseek, world=2))
     gpt2 = families.config(families.BY_NAME["gpt2"])
     assert any("no tensor-parallel plan" in p for p in Layout(tensor=2).problems(gpt2, world=2))
 
@@ -120,7 +120,19 @@ def test_embedding_and_head_are_weighed():
     assert [len(part) for part in split_layers(126, 16, 1.0, 0.7, 0.7)] == [7, *[8] * 14, 7]
 
 
+def test_a_plan_is_reduced_until_microbatches_have_one_row():
+    plans = [MeshPlan(Layout(pipeline=2, shard=1))]
+    while (reduced := plans[-1].reduced(rows=9)) is not None:
+        plans.append(reduced)
+    assert [plan.reduced_by for plan in plans] == [
+        "", "activations.policy: recompute", "parallel.microbatches: 4", "parallel.microbatches: 8",
+    ]  # fmt: skip
+    assert [plan.recompute for plan in plans] == [False, True, True, True]
+    recomputing = MeshPlan(Layout(pipeline=2, shard=1, schedule="zb1p", microbatches=2)).reduced(rows=3)
+    assert recomputing is not None and recomputing.reduced(rows=3) is None
+
+
 def test_zigzag_gives_each_rank_the_same_causal_work():
-    parts = zigzag(48, 4)
+    parts = zigzag_order(48, 4).view(4, 12).tolist()
     assert sorted(t for part in parts for t in part) == list(range(48))
     assert len({sum(t + 1 for t in part) for part in parts}) == 1

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import families
 import mesh_ranks as ranks
-from megatrain.engine.mesh.actions import (
-    Action,
-    ActionClock,
-    bubble,
-    busy_s,
-    one_forward_one_backward,
-    simulate,
-    span_s,
-)
 from megatrain.engine.mesh.comm_overlap import Kernel, shares, union
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import SCHEDULES, Layout
+from megatrain.engine.mesh.layout import SCHEDULES, Layout, MeshPlan
 from megatrain.engine.mesh.rank_metrics import (
     Alerts,
     RankNumbers,
@@ -28,26 +18,9 @@ from megatrain.engine.mesh.rank_metrics import (
     proposed_split,
 )
 
-COSTS = {("F", s): 1.0 for s in range(8)} | {("B", s): 2.0 for s in range(8)}
-
-
 def rank(work_s: float | None = 1.0, busy: float = 1.0, **more: object) -> RankNumbers:
     plain = {"span_s": 2.0, "collectives_s": None, "messages_s": None, "peak_bytes": 100, "costs": {}}
     return RankNumbers(busy_s=busy, work_s=work_s, **{**plain, **more})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (4, 8), (8, 8)])
-def test_1f1b_has_the_bubble_of_the_books(ranks: int, microbatches: int) -> None:
-    """(p - 1) / (m + p - 1), with stages of equal cost."""
-    table = one_forward_one_backward(ranks, microbatches)
-    assert all(len(row) == 2 * microbatches for row in table)
-    assert simulate(table, COSTS, ranks) == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-
-
-def test_an_uneven_stage_lengthens_the_step() -> None:
-    table = one_forward_one_backward(2, 4)
-    slow = {**COSTS, ("F", 1): 2.0, ("B", 1): 4.0}
-    assert simulate(table, slow, 2) > simulate(table, COSTS, 2)
 
 
 def test_what_is_measured_is_what_torchs_table_says() -> None:
@@ -59,7 +32,7 @@ def test_what_is_measured_is_what_torchs_table_says() -> None:
         found = {}
         for kind in SCHEDULES.values():
             layout = Layout(pipeline=2, virtual=kind.virtual[0], shard=1, schedule=kind.name, microbatches=4)
-            with MeshEngine(model, layout, compute_dtype="fp32", device="cpu") as engine:
+            with MeshEngine(model, MeshPlan(layout, compute_dtype="fp32"), device="cpu") as engine:
                 engine.train_step(batch)
                 mine = [t.action for t in engine.runner.clock.read()]
                 same = set(mine) == set(engine.runner.table()[engine.devices.at.pipeline])
@@ -74,29 +47,6 @@ def test_what_is_measured_is_what_torchs_table_says() -> None:
         assert first[name][0] and second[name][0], name
         assert first[name][1:] == second[name][1:]
         assert 0.0 <= first[name][2] < 0.8 and 0.0 <= first[name][1] < 1.0
-
-
-def test_a_table_that_waits_in_a_circle_is_named() -> None:
-    with pytest.raises(AssertionError, match="circle"):
-        simulate([[Action("B", 0, 0), Action("F", 0, 0)]], COSTS, 1)
-
-
-def test_the_clock_measures_what_lies_in_actions() -> None:
-    clock = ActionClock(torch.device("cpu"))
-    clock.start()
-    for number in range(3):
-        with clock.action("F", 0, number):
-            sum(range(20000))
-    timed = clock.read()
-    assert [t.action for t in timed] == [Action("F", 0, n) for n in range(3)]
-    assert 0 < busy_s(timed) <= span_s(timed)
-    clock.start()
-    assert clock.read() == []
-
-
-def test_bubbles() -> None:
-    assert bubble([1.0, 1.0], 1.0) == 0.0
-    assert bubble([1.0, 0.5], 1.0) == 0.25
 
 
 def test_exposed_is_what_no_computation_hides() -> None:

@@ -26,13 +26,11 @@ from megatrain.config.load import load_config
 from megatrain.config.schema import WatchdogConfig
 from megatrain.engine.mesh import launch, watchdog
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
-from megatrain.engine.mesh.oom import ladder
 from megatrain.errors import Aftermath, HostMemoryLow, NumericStop, UserError
 from megatrain.metrics.record import read_records
 from megatrain.run import mesh_loop as train_mesh
 from megatrain.run.mesh_loop import _timeout_s, section_limits
-from megatrain.run.prepare import mesh_ladder
+from megatrain.run.prepare import mesh_plan
 from tiny_run import config, prepare
 
 STEPS = 6
@@ -289,15 +287,6 @@ def test_stacks_come_before_timeouts_of_collectives() -> None:
     assert _timeout_s({**limits, "step": None}) > 86400.0
 
 
-def test_the_ladder_ends_where_nothing_is_left_to_cut() -> None:
-    rungs = ladder(Layout(pipeline=2, shard=1), False, rows=9)
-    assert [r.key for r in rungs] == [
-        "", "activations.policy: recompute", "parallel.microbatches: 4", "parallel.microbatches: 8",
-    ]  # fmt: skip
-    assert [r.recompute for r in rungs] == [False, True, True, True]
-    assert len(ladder(Layout(pipeline=2, shard=1, schedule="zb1p", microbatches=2), False, rows=3)) == 2
-
-
 @pytest.mark.parametrize(("schedule", "auto"), [("1f1b", True), ("zb1p", False)])
 def test_a_split_backward_recomputes_when_asked_by_name(
     files: Path, schedule: str, auto: bool, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +294,7 @@ def test_a_split_backward_recomputes_when_asked_by_name(
     monkeypatch.setenv("WORLD_SIZE", "2")
     for policy, recompute in (("auto", auto), ("recompute", True), ("keep", False)):
         words = [f"parallel.schedule={schedule}", "parallel.pipeline=2", f"activations.policy={policy}"]
-        assert mesh_ladder(load_config(files / "run.yaml", words))[0].recompute == recompute, policy
+        assert mesh_plan(load_config(files / "run.yaml", words)).recompute == recompute, policy
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from megatrain.checkpoint import files
 from megatrain.checkpoint.files import FilesWriter, FolderWriter
 from megatrain.engine.mesh import saving
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.engine.mesh.state import MeshState
 from megatrain.engine.mesh.writers import first_of_hosts, rounds, shares
 from megatrain.errors import UserError
@@ -34,7 +34,7 @@ LAYOUTS = {"pipeline": Layout(pipeline=2, shard=1), "copies": Layout(replicate=2
 
 def engine(layout: Layout) -> MeshEngine:
     model = families.build(FAMILY, seed=1, tie=True)
-    return MeshEngine(model, layout, compute_dtype="fp32", optim=AdamW(learning_rate=1e-2), device="cpu")
+    return MeshEngine(model, MeshPlan(layout, compute_dtype="fp32"), optim=AdamW(learning_rate=1e-2), device="cpu")
 
 
 def what_training_says(trained: MeshEngine, enough: Callable[[], bool] = lambda: False) -> str:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import families
-from megatrain.engine.mesh.exact import Fp32MeansFp64
-from megatrain.engine.mesh.stage import Part, cut, verify_cut
-from megatrain.engine.mesh.stage_check import CUT, verify_family_cut
+from fp64 import Fp32MeansFp64
+from megatrain.engine.mesh.stage import Part, cut
+from megatrain.engine.mesh.stage_check import CUT, verify_cut, verify_family_cut
 from megatrain.errors import UserError
 from megatrain.models.structure import dissect
 

@@ -17,7 +17,7 @@ from megatrain.checkpoint.files import SafetensorsReader
 from megatrain.checkpoint.format import read_manifest
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.errors import UserError
 from megatrain.optim.adamw import AdamW
 from mesh_parity import digests
@@ -39,7 +39,7 @@ def model(tie=True):
 
 def train(source, layout, steps, *, load=None, save=None):
     """Runs on a rank: losses of the steps, and what the engine holds at the end."""
-    with MeshEngine(source, layout, compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+    with MeshEngine(source, MeshPlan(layout, compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
         extra = engine.load(load) if load else None
         losses = [engine.train_step(BATCHES[i]).loss for i in steps]
         if save:
@@ -122,7 +122,7 @@ def test_random_initialisation_is_the_same_in_every_layout(tmp_path):
     model().config.save_pretrained(tmp_path)
 
     def work(layout):
-        with MeshEngine(tmp_path, layout, compute_dtype="fp32", init="random", seed=3, device="cpu") as engine:
+        with MeshEngine(tmp_path, MeshPlan(layout, compute_dtype="fp32"), init="random", seed=3, device="cpu") as engine:
             return dict(engine.named_parameters())
 
     one = ranks.run(1, work, Layout())[0]
@@ -138,7 +138,7 @@ def test_a_failed_save_fails_on_every_rank(tmp_path):
     (tmp_path / "there" / "file").write_text("x")
 
     def work():
-        with MeshEngine(model(), Layout(pipeline=2), compute_dtype="fp32", device="cpu") as engine:
+        with MeshEngine(model(), MeshPlan(Layout(pipeline=2), compute_dtype="fp32"), device="cpu") as engine:
             with pytest.raises(UserError) as error:
                 engine.save(tmp_path / "there")
             return str(error.value), engine.train_step(BATCHES[0]).loss
@@ -155,7 +155,7 @@ def test_buffers_of_other_stages_are_saved_as_they_were_loaded(writers, tmp_path
 
     def work(seed, load, save):
         source = families.build(family, seed=seed)
-        with MeshEngine(source, Layout(pipeline=2), compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+        with MeshEngine(source, MeshPlan(Layout(pipeline=2), compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
             engine._desk.writers = writers
             if load:
                 engine.load(load)
@@ -180,7 +180,7 @@ def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
 
     def first_steps():
         source = families.build(family, seed=1)
-        with MeshEngine(source, Layout(tensor=2, shard=2), compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+        with MeshEngine(source, MeshPlan(Layout(tensor=2, shard=2), compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
             losses = [engine.train_step(batch).loss for batch in batches[:2]]
             engine.save(tmp_path / "saved")
             return losses
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_a_model_that_computes_something_else_is_refused(tmp_pat
         engine.save(tmp_path / "saved")
 
     def work():
-        with MeshEngine(model(), Layout(shard=2), compute_dtype="fp32", optim=OPTIM, device="cpu") as engine:
+        with MeshEngine(model(), MeshPlan(Layout(shard=2), compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
             with pytest.raises(UserError, match="hidden_act is 'gelu' there"):
                 engine.load(tmp_path / "saved")
             return engine.train_step(BATCHES[0]).loss  # nothing was changed
@@ -214,9 +214,8 @@ def test_each_rank_reads_its_slices_and_all_together_verify_every_byte(tmp_path)
     """Case 28. A flipped byte anywhere is found by the rank whose share it is, and no rank goes on."""
 
     def work():
-        with MeshEngine(
-            model(), Layout(tensor=2, pipeline=2), compute_dtype="fp32", optim=OPTIM, device="cpu"
-        ) as engine:
+        plan = MeshPlan(Layout(tensor=2, pipeline=2), compute_dtype="fp32")
+        with MeshEngine(model(), plan, optim=OPTIM, device="cpu") as engine:
             engine.train_step(BATCHES[0])
             engine.save(tmp_path / "saved")
             before = digests(engine)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import families
 import mesh_ranks as ranks
+from fp64 import Fp32MeansFp64
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from mesh_cases import Case
 from mesh_parity import batches, build, differences, on_ranks, plain
 
@@ -45,7 +46,7 @@ class Seen(TorchDispatchMode):
 def seen(family: str, layers: int, heads: tuple[int, int] | None, recompute: bool) -> Seen:
     """In forward and backward of one microbatch; on a rank. FSDP has a group of one and moves nothing."""
     case = Case(family, LAYOUT, layers, tied=False, kind="plain", heads=heads)
-    engine = MeshEngine(build(case), LAYOUT, compute_dtype="fp64", recompute=recompute)
+    engine = MeshEngine(build(case), MeshPlan(LAYOUT, recompute, compute_dtype="fp64"), debug=Fp32MeansFp64)
     engine.backward(batches(case)[0])  # what is done once only
     engine.gradients.clear()
     with Seen() as found:
@@ -89,7 +90,7 @@ def graphs_of_a_layer() -> list[Counter[str]]:
     real, layout = torch.compile, dataclasses.replace(LAYOUT, microbatches=2)
     torch.compile = lambda function, **options: real(function, backend=backend, fullgraph=True, **options)  # in a fork
     case = Case("llama", layout, 3, tied=False, kind="packed")
-    engine = MeshEngine(build(case).float(), layout, compute_dtype="fp32", compile="on")
+    engine = MeshEngine(build(case).float(), MeshPlan(layout, compile="on", compute_dtype="fp32"))
     for batch in batches(case):
         engine.train_step(batch)
     return found
@@ -107,7 +108,7 @@ def test_a_mixture_of_tensor_ranks_runs_eager():
     case = Case("qwen3_moe", LAYOUT, 2, tied=False)
 
     def compiled() -> bool:
-        return MeshEngine(build(case).float(), LAYOUT, compute_dtype="fp32", compile="on").compiled
+        return MeshEngine(build(case).float(), MeshPlan(LAYOUT, compile="on", compute_dtype="fp32")).compiled
 
     assert ranks.run(2, compiled) == [False, False]
 

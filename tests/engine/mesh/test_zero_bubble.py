@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.engine.mesh.zero_bubble import Deferred
+from megatrain.engine.mesh.zero_bubble import WeightGradStore
 
 TOKENS, WIDTH, INNER = 6, 8, 12
 
@@ -63,8 +63,8 @@ def test_two_halves_are_one_backward(layer: Layer, recompute: bool) -> None:
         layer(row).sin().sum().backward()
     want, want_rows = gradients(layer), [row.grad for row in rows]
 
-    deferred = Deferred()
-    deferred.install(layer)
+    store = WeightGradStore()
+    store.install(layer)
 
     def run(row: torch.Tensor) -> torch.Tensor:
         out: Any = checkpoint(layer, row, use_reentrant=False) if recompute else layer(row)
@@ -74,9 +74,9 @@ def test_two_halves_are_one_backward(layer: Layer, recompute: bool) -> None:
     for row in rows:
         row.grad = None
         loss = run(row)
-        with deferred.putting_off():
+        with store.deferring():
             loss.backward()
-        second_halves.append(deferred.take())
+        second_halves.append(store.take())
     assert layer.up.weight.grad is None and layer.down.weight.grad is None
     assert layer.norm.weight.grad is not None and layer.up.bias.grad is not None
     for half in second_halves:
@@ -88,34 +88,34 @@ def test_two_halves_are_one_backward(layer: Layer, recompute: bool) -> None:
 
     run(rows[0]).backward()
     assert layer.up.weight.grad is not None
-    deferred.take()()
-    assert len(deferred._left) == 0
+    store.take()()
+    assert len(store.pending) == 0
 
 
 def test_the_graph_is_gone_after_the_first_half(layer: Layer) -> None:
     """What is left are inputs and output gradients of the linear modules, and after the second half nothing."""
-    deferred = Deferred()
-    deferred.install(layer)
+    store = WeightGradStore()
+    store.install(layer)
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         out = layer(torch.randn(2, TOKENS, WIDTH, dtype=torch.float64))
     assert Kept.alive > 8
-    with deferred.putting_off():
+    with store.deferring():
         out.sum().backward()
     del out
     gc.collect()
     assert Kept.alive == 0
-    held = {t.untyped_storage().data_ptr(): t.numel() for _, *pair in deferred._left for t in pair}
+    held = {t.untyped_storage().data_ptr(): t.numel() for _, *pair in store.pending for t in pair}
     assert sum(held.values()) == 2 * TOKENS * (WIDTH + INNER) * 2
-    left = [weakref.ref(t) for _, *pair in deferred._left for t in pair]
-    deferred.take()()
+    left = [weakref.ref(t) for _, *pair in store.pending for t in pair]
+    store.take()()
     assert len(left) == 4 and all(ref() is None for ref in left)
 
 
 def test_a_frozen_weight_has_no_second_half(layer: Layer) -> None:
     layer.down.weight.requires_grad_(False)
-    deferred = Deferred()
-    deferred.install(layer)
-    with deferred.putting_off():
+    store = WeightGradStore()
+    store.install(layer)
+    with store.deferring():
         layer(torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)).sum().backward()
-    deferred.take()()
+    store.take()()
     assert layer.down.weight.grad is None and layer.up.weight.grad is not None

@@ -1,16 +1,17 @@
-"""Context parallel: the tokens of a row are shared by several ranks; attention gathers keys and values.
+"""Context parallel: several ranks share the tokens of a row; attention gathers keys and values.
 
-Each rank holds two chunks of a row, one from the front and one from the back (`layout.zigzag`), so that the causal work is the
-same everywhere. Everything but attention works token by token. Attention is an entry of Hugging Face's `AttentionInterface`:
-it gathers the keys and values of the row from all ranks of the context group, and masks by the position in the row and by
-document, so packed rows and sliding windows are exact.
+Each rank holds two chunks of a row, one from the front and one from the back (`zigzag_order`), so that causal work is equal.
+Everything but attention works token by token. Attention is an entry of Hugging Face's `AttentionInterface`: it gathers the row's
+keys and values from all ranks of the context group and masks by position in the row and by document, so packed rows and sliding
+windows are exact.
 
 Shapes: B rows, T tokens of the row, L = T / context local tokens, H query heads, K key heads, E head size. Gathered tokens are in
-the order of the ranks, not of the row; `TokenMap.row_positions` says where each of them belongs.
+rank order, not in row order; `TokenMap.row_positions` gives their places in the row.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,25 +20,26 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from megatrain.engine.mesh.layout import zigzag
 from megatrain.errors import UserError
 
 NAME = "megatrain_context_parallel"
-"""As an `attn_implementation` of transformers."""
+"""The `attn_implementation` registered with transformers."""
 
 ARGUMENT = "context_tokens"
 """The keyword that carries a `TokenMap` through Hugging Face's forward into the attention."""
 
+UNSUPPORTED = "this family cannot run with context parallel"
+
 
 @dataclass
 class TokenMap:
-    """Which tokens of a microbatch are where, in one context group.
+    """Where the tokens of a microbatch are in one context group.
 
     Attributes:
         group: The context group.
         row_positions: (T,) positions in the row of the gathered tokens.
-        documents: (B, T) document of each gathered token, None where every row is one document.
-        local: Which of the gathered tokens are this rank's.
+        documents: (B, T) document of each gathered token; None if every row is one document.
+        local: The gathered tokens that belong to this rank.
     """
 
     group: dist.ProcessGroup
@@ -46,8 +48,16 @@ class TokenMap:
     local: slice
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, group: dist.ProcessGroup, device: torch.device, tokens: int, documents: torch.Tensor | None
+    ) -> TokenMap:
+        """The map of a microbatch with L = `tokens` tokens on each rank."""
+        ranks, first = dist.get_world_size(group), dist.get_rank(group) * tokens
+        return cls(group, zigzag_order(tokens * ranks, ranks).to(device), documents, slice(first, first + tokens))
+
     def mask(self, window: int | None) -> torch.Tensor:
-        """(B or 1, 1, L, T), True where a local query may see a gathered key."""
+        """(B or 1, 1, L, T), True if a local query may attend to a gathered key."""
         if window not in self._masks:
             distance = self.row_positions[self.local, None] - self.row_positions[None, :]
             seen = (distance >= 0)[None]
@@ -59,25 +69,35 @@ class TokenMap:
         return self._masks[window]
 
 
-def zigzag_order(tokens: int, parts: int) -> torch.Tensor:
-    """(T,) the row positions in the order of the ranks: rank r holds entries r * T / parts to (r + 1) * T / parts."""
-    return torch.tensor(zigzag(tokens, parts)).flatten()
+@functools.lru_cache(maxsize=8)
+def zigzag_order(tokens: int, ranks: int) -> torch.Tensor:
+    """(T,) row positions in rank order: rank r holds entries r * T / ranks to (r + 1) * T / ranks.
+
+    They are chunk r from the front and chunk r from the back of the row, so that causal work is equal. Do not modify it.
+
+    Args:
+        tokens: T, a multiple of 2 * ranks.
+        ranks: Context ranks.
+    """
+    assert tokens % (2 * ranks) == 0, (tokens, ranks)
+    chunks = torch.arange(tokens).view(2 * ranks, -1)
+    return torch.cat([torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)])
 
 
 def documents_of(position_ids_BT: torch.Tensor) -> torch.Tensor:
-    """Documents from positions, as transformers finds them: one starts wherever positions do not go on by one."""
+    """Document numbers from positions, as transformers derives them: a new one wherever positions do not increase by one."""
     starts = torch.zeros_like(position_ids_BT)
     starts[:, 1:] = (position_ids_BT.diff(dim=1) != 1).long()
     return starts.cumsum(dim=1)
 
 
-# torch 2.13 renamed the two and warns at each call of the old names.
+# torch 2.13 renamed both and warns at each call of the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _GatherTokens(torch.autograd.Function):
-    """(2, B, K, L, E) -> (2, B, K, T, E); the backward sums every rank's gradient of this rank's tokens."""
+    """(2, B, K, L, E) -> (2, B, K, T, E); the backward sums all ranks' gradients of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -109,34 +129,33 @@ def attention(
     softcap: float | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of local queries to the whole row, by transformers' attention protocol.
+    """Attention of local queries to the whole row, with the signature transformers expects.
 
     Args:
-        module: HF's attention module.
+        module: Hugging Face's attention module.
         query: (B, H, L, E).
         key, value: (B, K, L, E).
-        attention_mask: None; the mask comes from the `TokenMap`.
+        attention_mask: Must be None; the mask comes from the `TokenMap`.
         dropout: Must be 0.
-        scaling: Factor on the scores; 1 / sqrt(E) by default.
-        sliding_window: Of this layer, as the flash-attention kernels take it.
-        softcap: Scores pass through `softcap * tanh(scores / softcap)`.
-        extras: `context_tokens`, the `TokenMap`; others must be of no consequence.
+        scaling: Factor on the scores; default 1 / sqrt(E).
+        sliding_window: This layer's window, as the flash-attention kernels take it.
+        softcap: Scores become `softcap * tanh(scores / softcap)`.
+        extras: `context_tokens`, the `TokenMap`; others must not change the result.
 
     Returns:
-        (B, L, H, E), and None for the weights.
+        (B, L, H, E), and None for the attention weights.
     """
     tokens = extras.get(ARGUMENT)
     if not isinstance(tokens, TokenMap):
         raise UserError(
-            f"{type(module).__name__} does not get the model's keyword arguments",
-            remedy="this family cannot run with context parallel",
+            f"{type(module).__name__} does not receive the model's keyword arguments", remedy=UNSUPPORTED
         )
     _refuse_unknown(module, attention_mask, dropout, sliding_window, extras)
     keys, values = _GatherTokens.apply(torch.stack([key, value]), tokens.group).unbind()  # type: ignore[attr-defined]
     mask = tokens.mask(sliding_window)
     repeats = query.shape[1] // keys.shape[1]
     if repeats > 1:
-        # Not `enable_gqa`: CUDA's fused kernels take it or a mask. With both the scores would be held, in fp32.
+        # Not `enable_gqa`: CUDA's fused kernels support it or a mask. With both, all scores would be materialised in fp32.
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
     if softcap is None:
         out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
@@ -164,7 +183,7 @@ def _refuse_unknown(
 ) -> None:
     problems = []
     if mask is not None:
-        problems.append("brings a mask of its own")
+        problems.append("passes its own mask")
     if dropout:
         problems.append(f"has attention dropout {dropout}")
     if not getattr(module, "is_causal", True):
@@ -177,19 +196,12 @@ def _refuse_unknown(
     if kinds and isinstance(index, int) and (kinds[index] == "sliding_attention") != (window is not None):
         problems.append(f"is a {kinds[index]} layer called with sliding_window={window}")
     if problems:
-        raise UserError(
-            f"{type(module).__name__} {', '.join(problems)}", remedy="this family cannot run with context parallel"
-        )
+        raise UserError(f"{type(module).__name__} {', '.join(problems)}", remedy=UNSUPPORTED)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def register() -> None:
-    """Make `NAME` known to transformers. Safe to call again."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-register()
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,7 +1,7 @@
-"""`MeshEngine`: a Hugging Face model trained by many processes, with the host engine's surface.
+"""`MeshEngine`: a Hugging Face model trained by many processes, behind the same interface as the host engine.
 
-Every rank makes an engine with the same arguments and calls the same methods with the same batch, which is the batch of the
-whole step. Every rank gets the same results.
+Every rank makes an engine with the same arguments and calls the same methods with the same batch, the batch of the whole step.
+Every rank gets the same results.
 
 Order of construction: check the layout -> cut -> tensor parallel -> recompute -> materialise and shard, layer by layer -> load.
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.checkpoint.async_save import SaveProgress
@@ -30,35 +30,31 @@ from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.base import Engine, check_learning_rate, skip_reason
 from megatrain.engine.host.assembly import build_model, config_of, refuse_unmatched_groups
-from megatrain.engine.mesh import context_parallel as context
-from megatrain.engine.mesh import exact, launch
-from megatrain.engine.mesh.context_parallel import TokenMap, zigzag_order
-from megatrain.engine.mesh.data_parallel import local, modules_in_fp32, shard
-from megatrain.engine.mesh.devices import Devices
+from megatrain.engine.mesh import context_parallel, launch
+from megatrain.engine.mesh.context_parallel import TokenMap
+from megatrain.engine.mesh.data_parallel import BF16_POLICY, MASTERS_POLICY, Box, Devices, local, modules_in_fp32, shard
 from megatrain.engine.mesh.gradients import Gradients
-from megatrain.engine.mesh.layout import Layout, dropout_keys, split_layers, whole_attention
-from megatrain.engine.mesh.microbatches import Batch, microbatches, without_mask
-from megatrain.engine.mesh.pipeline import Microbatches, Runner
+from megatrain.engine.mesh.layout import MeshPlan, dropout_keys, whole_attention
+from megatrain.engine.mesh.pipeline import Batch, Runner, microbatches, without_mask
 from megatrain.engine.mesh.saving import MeshCheckpointManager, MeshSave
-from megatrain.engine.mesh.stage import Part, Stage, cut
+from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts
 from megatrain.engine.mesh.stage_check import verify_family_cut
 from megatrain.engine.mesh.state import MeshState, everyone
 from megatrain.engine.mesh.tensor_parallel import parallelize, splits_experts
 from megatrain.engine.mesh.watchdog import unwatched
-from megatrain.engine.mesh.zero_bubble import Deferred
+from megatrain.engine.mesh.zero_bubble import WeightGradStore
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import Aftermath, UserError
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.init import initialize
-from megatrain.models.structure import Structure, attention_shape, dissect, persistent_buffers
+from megatrain.models.structure import attention_shape, dissect, persistent_buffers
 from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import load_weights
 from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
 
-ComputeDtype = Literal["bf16", "fp32", "fp64"]
 MASTERS = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE = {**MASTERS, "bf16": torch.bfloat16}
 
@@ -67,66 +63,68 @@ class MeshEngine(Engine):
     """Trains a Hugging Face causal language model whose state is sharded over the processes of a mesh.
 
     Args:
-        model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, the same on every
-            rank, which is copied.
-        layout: How it is spread. `shard` is filled in from the number of processes.
-        device: Of this rank.
+        model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, the same on every rank,
+            which is copied.
+        plan: How the model is spread and run. `layout.shard` is filled in from the number of processes.
+        device: This rank's device.
         optim: The optimizer; by default AdamW.
-        compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; or fp64, for tests: then every cast to fp32 in
-            the model's code is one to fp64.
-        recompute: Keep only the input of each layer and compute the layer again in the backward.
-        compile: `auto` compiles the layers on a GPU, `on` everywhere, `off` never. Layers of context ranks, mixtures of tensor
-            ranks, and layers of schedules that split the backward, run eager.
-        init: `random` initialises from the config alone, by HF's own rules, seeded; `empty` leaves the weights to `load`.
-        seed: Of initialisation and dropout.
+        seed: Seed of initialisation and dropout.
+        init: `random` initialises from the config alone, by Hugging Face's own rules; `empty` leaves the weights to `load`.
         trust_remote_code: Whether code in the model folder may run.
-        attn_implementation: HF's name of an attention implementation; context parallel brings its own.
+        attn_implementation: Hugging Face's name of an attention implementation; context parallel brings its own.
+        debug: Makes a context manager inside which everything is computed, recomputation included. For tests.
+
+    Attributes:
+        plan: As given, with `auto` and `shard` resolved; `layout` is its layout.
+        watch: (kind, name) -> a context manager around that section of the work, for a watchdog.
+        compiled: Whether layers are compiled.
+        parts: The layers of each stage.
+        stages: The stages on this rank.
 
     Raises:
-        UserError: The layout or the family cannot run; said before any process group is made.
+        UserError: The layout or the family cannot run; raised before any process group is made.
     """
 
     def __init__(
         self,
         model: str | Path | nn.Module,
-        layout: Layout,
+        plan: MeshPlan,
         *,
         device: str | torch.device = "auto",
         optim: OptimizerSpec | None = None,
-        compute_dtype: ComputeDtype | Literal["auto"] = "auto",
-        recompute: bool = False,
-        compile: Literal["auto", "on", "off"] = "auto",
-        init: Literal["random", "empty"] | None = None,
         seed: int = 0,
+        init: Literal["random", "empty"] | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        debug: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
         super().__init__(optim, seed)
         self.device = launch.device_of_rank(device)
-        if compute_dtype == "auto":
-            compute_dtype = "bf16" if self.device.type == "cuda" else "fp32"
-        self.watch: Callable[..., contextlib.AbstractContextManager[Any]] = unwatched
-        """(kind, name): what the engine is doing, for a watchdog."""
+        self.watch: Callable[..., AbstractContextManager[Any]] = unwatched
+        self._debug = debug
         self._stepped = False
-        self._mixture: Path | None = None
-        """The checkpoint whose load has failed, so that what the ranks hold is part old and part new."""
-        self._compute = compute_dtype
+        self._failed_load: Path | None = None
+        """The checkpoint whose load has failed, so that the ranks hold partly old and partly new weights."""
         config = config_of(model, trust_remote_code)
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
-        self.layout = layout.checked(config, launch.world_size())
+        self.layout = plan.layout.checked(config, launch.world_size())
+        dtype = plan.compute_dtype
+        if dtype == "auto":
+            dtype = "bf16" if self.device.type == "cuda" else "fp32"
+        self.plan = dataclasses.replace(plan, layout=self.layout, compute_dtype=dtype)
+        self._master_dtype, self._compute_dtype = MASTERS[dtype], COMPUTE[dtype]
         meta = self._build(model, config, trust_remote_code, attn_implementation)
-        self._in_fp32: set[str] = set()
-        if compute_dtype == "bf16":
-            # Known only of a model that is built for the type.
+        self._fp32_names: set[str] = set()
+        if dtype == "bf16":
+            # Known only of a model that is built in bf16.
             built = build_model(model, config, torch.bfloat16, trust_remote_code, attn_implementation)
-            self._in_fp32 = fp32_parameter_names(built, torch.bfloat16)
+            self._fp32_names = fp32_parameter_names(built, torch.bfloat16)
         self.structure = dissect(meta)
         self._check_model(meta)
-        self.compiled = compile == "on" or (compile == "auto" and self.device.type == "cuda")
-        """Whether layers are compiled."""
-        if self.compiled and (eager := self._why_eager(meta)):
+        self.compiled = plan.compile == "on" or (plan.compile == "auto" and self.device.type == "cuda")
+        if self.compiled and (reason := self._eager_reason(meta)):
             self.compiled = False
-            logger.info("layers run eager: %s", eager)
+            logger.info("layers run eager: %s", reason)
         self.config = meta.config
         refuse_unmatched_groups(self.structure, self.optim)
         if self.layout.pipeline > 1:
@@ -136,31 +134,25 @@ class MeshEngine(Engine):
         self.devices = Devices.build(self.layout, self.device)
         self.parts = plan_parts(self.structure, self.layout)
         self.stages: list[Stage] = []
-        self.boxes = []
+        boxes = []
         for index in self.layout.stages_of(self.devices.at.pipeline):
-            stage, boxes = self._make_stage(meta, self.parts[index], recompute)
+            stage, stage_boxes = self._make_stage(meta, self.parts[index])
             self.stages.append(stage)
-            self.boxes.append(boxes)
-        self.gradients = Gradients(self.stages, self.boxes, self.structure.tied, self.devices, self.optim)
+            boxes.append(stage_boxes)
+        self.gradients = Gradients(self.stages, boxes, self.structure.tied, self.devices, self.optim)
         self.state = MeshState(self.structure, self.gradients, self.devices)
         self._buffers = persistent_buffers(meta)
         self._desk = MeshCheckpointManager(
             self.structure, self.state, self.optim, self._buffers, self.source_folder, self.devices
         )
         self._fill(model, init)
-        hidden = self.config.get_text_config().hidden_size
-        self.runner = Runner(self.stages, self.devices, (hidden, COMPUTE[compute_dtype]))
+        hidden_size = self.config.get_text_config().hidden_size
+        self.runner = Runner(self.stages, self.devices, (hidden_size, self._compute_dtype))
 
     # ---------------------------------------------------------------- training
 
-    def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
-        """One optimizer step on all rows of `batch`. Collective; the same result on every rank.
-
-        Args:
-            batch: The batch of the whole step, the same on every rank: CPU int64 tensors `input_ids`, `labels` (rows, T),
-                -100 = no target, unshifted; optionally `position_ids`, `document_ids`, `attention_mask` (rows, T).
-            learning_rate: Of this step; by default the optimizer's.
-        """
+    def train_step(self, batch: Mapping[str, torch.Tensor], learning_rate: float | None = None) -> StepResult:
+        """See `Engine.train_step`. Collective: the same batch, and the same result, on every rank."""
         started = time.perf_counter()
         check_learning_rate(learning_rate)
         first, self._stepped = not self._stepped, True
@@ -181,35 +173,35 @@ class MeshEngine(Engine):
         seconds = {**result.seconds, "step": time.perf_counter() - started}
         return StepResult(result.loss, result.grad_norm, result.tokens, skipped, seconds)
 
-    def backward(self, batch: Batch) -> StepResult:
-        """Gradients of a step, without an update; read them with `named_gradients`."""
+    def backward(self, batch: Mapping[str, torch.Tensor]) -> StepResult:
+        """See `Engine.backward`. Collective."""
         started = time.perf_counter()
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
         self.gradients.clear()
-        pieces = microbatches(batch, self.layout, self.devices.at, self.device)
+        own = microbatches(batch, self.layout, self.devices.at, self.device)
         for stage in self.stages:
             stage.train()
             stage.loss_divisor = float(tokens)
-        with self._exact(), self._seeded(), self._fastest_attention(pieces), self.watch("forward and backward"):
-            loss = self.runner.forward_backward(pieces)
+        with self._computing(own), self._seeded(), self.watch("forward and backward"):
+            local_loss = self.runner.forward_backward(own)
         with self.watch("norm of all ranks"):
-            found = self.gradients.finish(loss)
-        return StepResult(found.loss, found.norm, tokens, "gradients only", {"step": time.perf_counter() - started})
+            loss, norm = self.gradients.finish(local_loss)
+        return StepResult(loss, norm, tokens, "gradients only", {"step": time.perf_counter() - started})
 
-    def eval_step(self, batch: Batch) -> EvalResult:
-        """Loss of a batch in evaluation mode. Collective. Changes nothing, also not what later training steps compute."""
+    def eval_step(self, batch: Mapping[str, torch.Tensor]) -> EvalResult:
+        """See `Engine.eval_step`. Collective."""
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        pieces = microbatches(batch, self.layout, self.devices.at, self.device)
+        own = microbatches(batch, self.layout, self.devices.at, self.device)
         for stage in self.stages:
             stage.eval()
             stage.loss_divisor = 1.0
         with self.watch("evaluation"):
-            with self._exact(), self._fastest_attention(pieces):
-                loss_sum = self.runner.evaluate(pieces)
+            with self._computing(own):
+                loss_sum = self.runner.evaluate(own)
             if self.devices.at.tensor > 0:
                 loss_sum.zero_()
             dist.all_reduce(loss_sum)
@@ -218,15 +210,12 @@ class MeshEngine(Engine):
     # ---------------------------------------------------------------- state
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole master on the CPU) of every parameter, tied ones once. Collective: exhaust it on every rank."""
+        """See `Engine.named_parameters`. Collective: exhaust it on every rank."""
         self._refuse_closed()
         yield from self._gathered(lambda parameter: parameter.detach())
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole gradient on the CPU) after `backward`, before clipping. Collective: exhaust it on every rank.
-
-        Frozen parameters have zeros.
-        """
+        """See `Engine.named_gradients`; zeros for frozen parameters. Collective: exhaust it on every rank."""
         self._refuse_closed()
 
         def gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -237,13 +226,12 @@ class MeshEngine(Engine):
 
         yield from self._gathered(gradient)
 
-    def _gathered(self, read: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every rank lays its box into zeros, unless another rank holds the same, and all of them are added."""
-        owned = self.gradients.owned()
-        at = self.devices.at
+    def _gathered(self, read: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every rank writes its box into zeros, unless another rank holds the same box, and the sum over ranks is the whole."""
+        owned, at = self.gradients.owned(), self.devices.at
         for unit in self.structure.units:
             for _, name in unit.full_names():
-                whole = torch.zeros(_shape(self.structure, name), dtype=MASTERS[self._compute], device=self.device)
+                whole = torch.zeros(self._shape(name), dtype=self._master_dtype, device=self.device)
                 if name in owned and at.replicate == 0:
                     parameter, box = owned[name]
                     if box.tensor_dim is not None or at.tensor == 0:
@@ -262,68 +250,65 @@ class MeshEngine(Engine):
         buffer_bytes: int | None = None,
         then: Callable[[SaveProgress], object] = lambda progress: None,
     ) -> MeshSave:
-        """Write a checkpoint in the host engine's format, behind the one that may still be written. Collective.
+        """Write a checkpoint in the host engine's format; see `Engine.save`. Collective.
 
-        `from_pretrained` loads it, the host engine goes on from it, and so does any layout of this engine. One rank of each host
-        writes, with two gathered units in memory at most. See [Note: a mesh save].
+        `from_pretrained` loads it; the host engine and any layout of this engine resume from it. One rank of each host writes,
+        with at most two gathered units in memory. See [Note: a mesh save].
 
         Args:
-            folder: A folder that does not exist yet.
-            extra: JSON data to keep with it, returned by `load`.
-            background: Return as soon as training may continue, instead of when it is on the disk.
-            weights_only: bf16 weights without training state.
-            on_error: What a failure in the background does at the next step: end training on every rank, or warn.
+            folder: As for `Engine.save`, as `extra`, `background` and `weights_only`.
+            on_error: Effect of a failed background save on the next step: end training on every rank, or warn.
             buffer_bytes: Host memory of this rank for copies; None: half of what is available, shared with the host's ranks.
-            then: Called on every rank, in the save's thread, when the checkpoint is whole and was read back, with how it went.
+            then: Called on every rank, in the save's thread, when the checkpoint is complete and verified.
 
         Raises:
-            UserError: It failed before it began, or (unless `background`) at all: where it failed with the reason, elsewhere
-                with that rank.
+            UserError: It failed before it began, or (unless `background`) at all: with the reason on the rank where it failed,
+                elsewhere with that rank's number.
         """
         self._refuse_closed()
-        if self._compute == "fp64":
+        if self._master_dtype == torch.float64:
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
-        kept = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra or {}}
+        state = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra or {}}
         with self.watch("save"):
             options = SaveOptions(not background, weights_only, on_error, buffer_bytes, then)
-            return self._desk.start(Path(folder), kept, options)
+            return self._desk.start(Path(folder), state, options)
 
     def wait_saved(self) -> None:
-        """Wait for the save in progress, if there is one. Collective. Raises as the next step would."""
+        """See `Engine.wait_saved`. Collective."""
         with self.watch("save", "wait for the save"):
             self._desk.end()
 
     def cancel_save(self) -> None:
-        """Give a save in progress up; nothing of it is left. For a rank that must end: not collective."""
+        """See `Engine.cancel_save`. Not collective: for a rank that must exit."""
         self._desk.cancel()
 
     def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
 
-        Each rank reads its own parts of the tensors alone, and verifies a share of the checkpoint, so that all together read
-        it twice whatever their number. What the family saves in another form than it computes with is read by whole units.
+        Each rank reads only its own parts of the tensors and verifies a share of the checkpoint, so that all ranks together read
+        it twice, whatever their number. Units that the family saves in another form than it computes with are read whole.
 
         Args:
             folder: A complete checkpoint of this model.
-            wait: All is there on return in either case.
+            wait: Ignored: everything is loaded on return.
 
         Returns:
             The `extra` it was saved with.
 
         Raises:
-            UserError: The checkpoint is damaged, or another model's, or another rank could not read it.
+            UserError: The checkpoint is damaged or belongs to another model, or another rank could not read it.
         """
-        super()._refuse_closed()  # a failed load is no obstacle
+        super()._refuse_closed()  # an earlier failed load is no obstacle
         refuse_other_config(Path(folder), self.config)
         self.wait_saved()
         with self.watch("load"):
             return self._load(Path(folder))
 
-    def _load(self, directory: Path) -> dict[str, Any]:
+    def _load(self, folder: Path) -> dict[str, Any]:
         state: dict[str, Any] | None = None
-        self._mixture = directory
+        self._failed_load = folder
         try:
-            with OpenCheckpoint(directory, self.structure, self.optim) as opened:
+            with OpenCheckpoint(folder, self.structure, self.optim) as opened:
                 for unit in self.structure.units:
                     found = opened.boxes(unit, self.state.boxes(unit.name))
                     if found is not None:
@@ -335,20 +320,20 @@ class MeshEngine(Engine):
         finally:
             complete = everyone(state is not None, self.device)
         if not complete or state is None:
-            raise Aftermath("another rank could not read the checkpoint", str(directory), "see that rank's error")
+            raise Aftermath("another rank could not read the checkpoint", str(folder), "see that rank's error")
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
         self.state.set_updates(self.updates)
         self._share_buffers()
         self._copy_buffers()
-        self._mixture = None
+        self._failed_load = None
         return state["extra"]
 
     def _refuse_closed(self) -> None:
-        """Raise, too, where what the ranks hold is no consistent state."""
+        """Raise also after a failed load, when the ranks hold no consistent state."""
         super()._refuse_closed()
-        if self._mixture is not None:
+        if self._failed_load is not None:
             raise UserError(
-                f"the load of {self._mixture} has failed, the weights are a mixture", remedy="load a checkpoint again"
+                f"loading {self._failed_load} failed: the weights are a mixture", remedy="load a checkpoint again"
             )
 
     def memory(self) -> dict[str, int]:
@@ -358,7 +343,12 @@ class MeshEngine(Engine):
         planes = 1 + len(self.optim.states)
         return {"device_state": planes * sum(t.numel() * t.element_size() for t in held), "device_peak": peak}
 
+    def counters(self) -> dict[str, int | float | str]:
+        """`schedules`: microbatch shapes whose receive buffers are kept."""
+        return {"schedules": self.runner.kept_schedules}
+
     def _fill(self, model: str | Path | nn.Module, init: str | None) -> None:
+        """Fill masters and persistent buffers from memory, by initialisation, or from the folder's files."""
         if isinstance(model, nn.Module):
             parameters = dict(model.named_parameters(remove_duplicate=False))
             for unit in self.structure.units:
@@ -367,7 +357,7 @@ class MeshEngine(Engine):
         elif init == "empty":
             for unit in self.structure.units:
                 for _, name in unit.full_names():
-                    self.state.write(name, torch.zeros(()).expand(_shape(self.structure, name)))
+                    self.state.write(name, torch.zeros(()).expand(self._shape(name)))
         elif init == "random":
             initialize(self.structure, self.state, seed=self.seed, device=self.device)  # type: ignore[arg-type]
         else:
@@ -376,26 +366,26 @@ class MeshEngine(Engine):
         self._copy_buffers()
 
     def _share_buffers(self) -> None:
-        """What the holders of a unit have read of its buffers, to all ranks: any of them may write the unit."""
+        """Send the buffers that each unit's holder has read to all ranks: any of them may write the unit."""
         of_holder: dict[int, list[str]] = {}
         for name, unit in unit_of_names(self.structure).items():
             if name in self._buffers and (holder := self.state.holder(unit)) is not None:
                 of_holder.setdefault(holder, []).append(name)
         for holder, names in of_holder.items():
-            said = [{name: self._buffers[name] for name in names}]
-            dist.broadcast_object_list(said, src=holder, group=self.devices.save_group)
-            for name, value in said[0].items():
+            sent = [{name: self._buffers[name] for name in names}]
+            dist.broadcast_object_list(sent, src=holder, group=self.devices.save_group)
+            for name, value in sent[0].items():
                 self._buffers[name].copy_(value)
 
     def _copy_buffers(self) -> None:
-        """The model's persistent buffers (a router's correction bias) into the stages' copies."""
+        """Copy the model's persistent buffers (a router's correction bias) into the stages."""
         for stage in self.stages:
             for name, buffer in stage.model.named_buffers():
                 if name in self._buffers:
                     buffer.copy_(self._buffers[name])
 
     def close(self) -> None:
-        """Let go of the model. A closed engine refuses every further call; process groups stay the caller's."""
+        """See `Engine.close`. Process groups stay the caller's."""
         with self.watch("save", "wait for the last save"):
             self._desk.close()
         self._closed = True
@@ -404,58 +394,49 @@ class MeshEngine(Engine):
     # ---------------------------------------------------------------- construction
 
     def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
-        """The whole model on meta, in the masters' type, also where the family's code asks for fp32."""
-        meta = build_model(model, config, MASTERS[self._compute], trust_remote_code, attention)
+        """The whole model on meta, in the masters' dtype even where the family's code asks for fp32."""
+        meta = build_model(model, config, self._master_dtype, trust_remote_code, attention)
         for parameter in meta.parameters():
-            parameter.data = parameter.data.to(MASTERS[self._compute])
+            parameter.data = parameter.data.to(self._master_dtype)
         if self.layout.context > 1:
             if not getattr(meta, "_supports_attention_backend", False):
-                raise UserError(
-                    f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs",
-                    "parallel.context",
-                    "set it to 1",
-                )
-            meta.set_attn_implementation(context.NAME)
+                what = f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs"
+                raise UserError(what, "parallel.context", "set it to 1")
+            meta.set_attn_implementation(context_parallel.NAME)
         return meta
 
     def _check_model(self, meta: Any) -> None:
-        problems = []
-        stack: Any = meta.get_submodule(self.structure.layers_name)
-        for index, layer in enumerate(stack):
-            modules_in_fp32(layer, self._in_fp32, f"{self.structure.layers_name}.{index}")
+        problems, layout = [], self.layout
+        for index, layer in enumerate(meta.get_submodule(self.structure.layers_name)):
+            modules_in_fp32(layer, self._fp32_names, f"{self.structure.layers_name}.{index}")
         edges = {name for unit in (self.structure.embedding, self.structure.head) for _, name in unit.full_names()}
-        if kept := sorted(edges & self._in_fp32):
-            problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not do here; fp32 compute would")
-        if (
-            self.layout.pipeline > 1
-            and dropout_keys(meta.config.get_text_config())
-            and self.layout.kind.splits_backward
-        ):
-            problems.append(
-                f"dropout with schedule {self.layout.schedule} is not supported; 1f1b or interleaved would fit"
-            )
+        if kept := sorted(edges & self._fp32_names):
+            problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not support here; use fp32 compute")
+        if layout.splits_backward and dropout_keys(meta.config.get_text_config()):
+            problems.append(f"dropout with schedule {layout.schedule} is not supported; use 1f1b or interleaved")
         if problems:
             raise UserError("; ".join(problems), "MeshEngine")
-        if whole_attention(meta.config, self.layout.tensor):
+        if whole_attention(meta.config, layout.tensor):
             logger.warning(
                 "the model's heads do not divide over %d tensor ranks: each of them computes the whole attention",
-                self.layout.tensor,
+                layout.tensor,
             )
 
-    def _why_eager(self, meta: nn.Module) -> str | None:
+    def _eager_reason(self, meta: nn.Module) -> str | None:
+        """Why the layers cannot be compiled; None if they can."""
         layout = self.layout
         if layout.context > 1:
-            return "attention of context ranks exchanges keys and values by calls that are not compiled"
+            return "context parallel exchanges keys and values with collectives that are not compiled"
         if layout.tensor > 1 and splits_experts(meta):
-            return "experts of a tensor rank see another number of tokens each time"
-        if layout.pipeline > 1 and layout.kind.splits_backward:
-            return f"schedule {layout.schedule} puts gradients off, which compiled layers do not"
-        return "fp64 is for tests" if self._compute == "fp64" else None
+            return "the experts of a tensor rank see a different number of tokens each time"
+        if layout.splits_backward:
+            return f"schedule {layout.schedule} defers weight gradients, which compiled layers cannot"
+        return "fp64 is for tests" if self._master_dtype == torch.float64 else None
 
     def _compile_layers(self, layers: Sequence[nn.Module]) -> None:
-        """Let equal layers run one compiled function, with their own weights. See [Note: template groups] in templates.py.
+        """Let equal layers run one compiled function on their own weights. See [Note: template groups] in templates.py.
 
-        The function's module is a copy on meta, made before FSDP puts its hooks on the layer: they stay outside.
+        The function's module is a copy on meta, made before FSDP hooks the layer: the hooks stay outside.
         """
         codes: dict[int, LayerCode] = {}
         for layer, group in zip(layers, template_groups(layers), strict=True):
@@ -463,61 +444,59 @@ class MeshEngine(Engine):
                 codes[group] = LayerCode(copy.deepcopy(layer), f"layer_{group}", compiled=True)
             layer.forward = functools.partial(_run_code, codes[group], layer)
 
-    def _make_stage(self, meta: nn.Module, part: Part, recompute: bool) -> tuple[Stage, Any]:
+    def _make_stage(self, meta: nn.Module, part: Part) -> tuple[Stage, dict[str, Box]]:
         layout = self.layout
         stage = Stage(cut(meta, self.structure, part), self.structure, part, layout.tensor)
         if layout.tensor > 1:
             parallelize(stage, self.structure, self.devices.mesh["tensor"])
-        if layout.context > 1:
-            stage.token_map = self._token_map
-        if layout.pipeline > 1 and layout.kind.splits_backward:
-            stage.deferred = Deferred()
+        if self.devices.context_group is not None:
+            stage.token_map = functools.partial(TokenMap.of, self.devices.context_group, self.device)
+        if layout.splits_backward:
+            stage.weight_grads = WeightGradStore()
             for layer in stage.own_layers():
-                stage.deferred.install(layer)
-        if self._compute == "fp64":
-            stage.checkpoint_kwargs["context_fn"] = exact.both
+                stage.weight_grads.install(layer)
+        if (debug := self._debug) is not None:
+            # One for the forward, one for the recompute: inside `backward` the caller's torch function modes are off.
+            stage.checkpoint_kwargs["context_fn"] = lambda: (debug(), debug())
         if self.compiled:
             self._compile_layers(stage.own_layers())
-        if recompute:
+        if self.plan.recompute:
             for layer in stage.own_layers():
                 layer.forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)  # type: ignore[method-assign]
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if self._compute == "bf16":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        boxes = shard(stage, self.devices, policy, layout.pipeline > 1, self._in_fp32)
+        policy = BF16_POLICY if self._compute_dtype == torch.bfloat16 else MASTERS_POLICY
+        boxes = shard(stage, self.devices, policy, layout.pipeline > 1, self._fp32_names)
         if not part.first or layout.tensor > 1:
             stage.hook_entry()
         return stage, boxes
 
-    def _token_map(self, tokens: int, documents: torch.Tensor | None) -> TokenMap:
-        group = self.devices.context_group
-        assert group is not None
-        order = _cached_order(tokens * self.layout.context, self.layout.context).to(self.device)
-        first = self.devices.at.context * tokens
-        return TokenMap(group, order, documents, slice(first, first + tokens))
-
     # ---------------------------------------------------------------- small parts
+
+    def _shape(self, name: str) -> torch.Size:
+        return self.structure.model.get_parameter(name).shape
 
     def _checked(self, batch: Mapping[str, torch.Tensor]) -> tuple[Batch, int]:
         checked, tokens = super()._checked(batch)
         return without_mask(checked), tokens
 
-    def _exact(self) -> contextlib.AbstractContextManager[Any]:
-        return exact.Fp32MeansFp64() if self._compute == "fp64" else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _computing(self, own: Sequence[Batch]) -> Iterator[None]:
+        """The context of a forward: `debug`, and the fastest attention kernel for the heads that a rank computes.
 
-    def _fastest_attention(self, pieces: Microbatches) -> contextlib.AbstractContextManager[Any]:
-        """As measured on this device, for the heads that a rank computes. Context parallel has a mask, and torch's choice."""
+        Context parallel has a mask, and leaves the choice of the kernel to torch.
+        """
         shape, layout = attention_shape(self.config.get_text_config()), self.layout
         if layout.context > 1:
             shape = None
         elif shape is not None and not whole_attention(self.config, layout.tensor):
             shape = shape[0] // layout.tensor, shape[1] // layout.tensor, shape[2]
-        tokens = pieces[0]["input_ids"].shape[1]
-        return fastest_attention(attention_order(shape, tokens, COMPUTE[self._compute], self.device))
+        tokens = own[0]["input_ids"].shape[1]
+        kernels = fastest_attention(attention_order(shape, tokens, self._compute_dtype, self.device))
+        with self._debug() if self._debug is not None else contextlib.nullcontext(), kernels:
+            yield
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Dropout of this step on this rank, a function of seed, step and the rank's rows and layers."""
+        """Dropout of this step on this rank: a function of seed, step and the rank's rows and layers."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             at = self.devices.at
@@ -526,34 +505,5 @@ class MeshEngine(Engine):
 
 
 def _run_code(code: LayerCode, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward, while FSDP has its weights there."""
+    """A layer's forward, while FSDP has gathered its weights."""
     return code("keep", {**dict(layer.named_parameters()), **dict(layer.named_buffers())}, args, kwargs)
-
-
-def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
-    """Which layers each stage gets: as the layout says, or even by parameters."""
-    layers = [unit.layout.param_count for unit in structure.layers]
-    embedding, head = structure.embedding.layout.param_count, structure.head.layout.param_count
-    head += sum(_numel(_shape(structure, owner)) for owner in structure.tied.values())
-    if layout.stage_layers is not None:
-        starts = [sum(layout.stage_layers[:s]) for s in range(layout.stages + 1)]
-        cuts = [range(a, b) for a, b in itertools.pairwise(starts)]
-    else:
-        cuts = split_layers(len(layers), layout.stages, sum(layers) / len(layers), embedding, head)
-    return [Part(index, layout.stages, part) for index, part in enumerate(cuts)]
-
-
-def _shape(structure: Structure, name: str) -> tuple[int, ...]:
-    return tuple(structure.model.get_parameter(name).shape)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_order(tokens: int, parts: int) -> torch.Tensor:
-    return zigzag_order(tokens, parts)

@@ -1,52 +1,33 @@
 """From raw gradients to an update, in one place and in one order.
 
-settle shares of tensor ranks -> add up tied parameters -> one global norm -> one decision -> clip -> step
+sum the tensor ranks' shares -> sum tied parameters -> one global norm -> one decision -> clip -> step
 
 [Note: distinct elements]
-The global norm counts every element of every parameter once, wherever it lives. A rank's local gradients are parts of it, and
-some of them are copies: of replicate ranks (all), of tensor ranks where a parameter is replicated over them, of a tie's second
-end. Copies count as zero, and the squares of all ranks are added up in fp64. (DTensor's own norms would have to know FSDP's
-`_StridedShard`, which says of itself that it is no shard.)
+The global norm counts every element of every parameter once, wherever it lives. Some of a rank's local gradients are copies: all of
+them on replicate ranks above 0; on tensor ranks above 0 those of parameters that tensor ranks hold whole; those of a tie's second
+end. Copies count as zero, and the squares of all ranks are summed in fp64. (DTensor's own norms would have to handle FSDP's
+`_StridedShard`, which does not count as a shard.)
 
 [Note: one decision]
-Loss and squared norm of all ranks are summed by one collective, and every rank reads the same two numbers: if either is not
-finite, all of them skip.
+One collective sums loss and squared norm over all ranks, and every rank reads the same two numbers: if either is not finite, all
+ranks skip the update.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatrain.engine.mesh.data_parallel import Box, local, local_parameters
-from megatrain.engine.mesh.devices import Devices
+from megatrain.engine.mesh.data_parallel import Box, Devices, local, local_parameters
 from megatrain.engine.mesh.stage import Stage
 from megatrain.optim.spec import OptimizerSpec, hyper_parameters
 
 SMALL_ELEMENTS = 1 << 18
-"""Of a gradient that is sent together with others, in a copy."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What all ranks agree on before the update.
-
-    Attributes:
-        loss: Of the whole step.
-        norm: Global gradient norm before clipping.
-    """
-
-    loss: float
-    norm: float
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+"""Gradients with fewer elements are copied together and reduced in one message."""
 
 
 class Gradients:
@@ -54,10 +35,10 @@ class Gradients:
 
     Args:
         stages: The local stages, sharded and filled.
-        boxes: Per stage, box of each parameter by HF name.
+        boxes: Each parameter's box by HF name, per stage.
         tied: Alias -> owner.
         devices: The mesh.
-        optim: The optimizer, as torch has it.
+        optim: The optimizer.
     """
 
     def __init__(
@@ -76,36 +57,33 @@ class Gradients:
         self.optimizers = [self._make_optimizer(parameters) for parameters in self._parameters]
 
     def all(self) -> Iterator[tuple[str, nn.Parameter, Box, torch.optim.Optimizer]]:
-        """(HF name, parameter, box, optimizer) of every local parameter, second ends of ties under their own name."""
+        """(HF name, parameter, box, optimizer) of every local parameter; a tie's second end has its own name."""
         for parameters, boxes, optimizer in zip(self._parameters, self._boxes, self.optimizers, strict=True):
             for name, parameter in parameters.items():
                 yield name, parameter, boxes[name], optimizer
 
     def owned(self) -> dict[str, tuple[nn.Parameter, Box]]:
-        """Parameters by HF name, without second ends of ties."""
-        return {
-            name: (parameter, boxes[name])
-            for parameters, boxes in zip(self._parameters, self._boxes, strict=True)
-            for name, parameter in parameters.items()
-            if name not in self._tied
-        }
+        """(parameter, box) by HF name, without second ends of ties."""
+        return {name: (parameter, box) for name, parameter, box, _ in self.all() if name not in self._tied}
 
-    def finish(self, local_loss: torch.Tensor) -> Finished:
-        """Settle, tie, and agree on loss and norm. Afterwards `.grad` is what one process would have.
+    def finish(self, local_loss: torch.Tensor) -> tuple[float, float]:
+        """Complete the gradients and return the step's (loss, global norm before clipping), the same on every rank.
+
+        Afterwards `.grad` is the local part of what a single process would have. Collective.
 
         Args:
-            local_loss: Scalar, this rank's share of the loss; ranks of a tensor group all bring the same.
+            local_loss: Scalar, this rank's share of the loss; the ranks of a tensor group pass the same.
         """
-        self._settle()
+        self._sum_shares()
         self._sum_ties()
         share = local_loss if self._devices.at.tensor == 0 else torch.zeros_like(local_loss)
         values = torch.stack([share.double(), self._squares()])
         dist.all_reduce(values)
         loss, squares = values.tolist()
-        return Finished(loss, math.sqrt(squares) if squares >= 0.0 else math.nan)
+        return loss, math.sqrt(squares) if squares >= 0.0 else math.nan
 
     def update(self, norm: float, learning_rate: float) -> None:
-        """Clip and step."""
+        """Clip the gradients by their global norm and step the optimizers."""
         limit = self._optim.max_grad_norm
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for parameters, optimizer in zip(self._parameters, self.optimizers, strict=True):
@@ -118,28 +96,27 @@ class Gradients:
             optimizer.step()
 
     def clear(self) -> None:
+        """Free all gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _settle(self) -> None:
-        """A gradient of zeros for what autograd did not reach, and for what tensor ranks hold alike the sum of their shares.
+    def _sum_shares(self) -> None:
+        """Sum the tensor ranks' shares of gradients; parameters autograd did not reach get zeros.
 
-        See [Note: shares of gradients] in tensor.py.
+        See [Note: shares of gradients] in tensor_parallel.py.
         """
         shares: list[torch.Tensor] = []
-        for parameters, boxes in zip(self._parameters, self._boxes, strict=True):
-            for name, parameter in parameters.items():
-                if not parameter.requires_grad:
-                    continue
+        for _, parameter, box, _ in self.all():
+            if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                if boxes[name].tensor_dim is None:
+                if box.tensor_dim is None:
                     shares.append(local(parameter.grad))
         if self._devices.layout.tensor > 1:
-            add_up_together(shares, self._devices.mesh["tensor"].get_group())
+            all_reduce_coalesced(shares, self._devices.mesh["tensor"].get_group())
 
     def _sum_ties(self) -> None:
-        """A tied parameter that is on two stages gets the sum of both gradients on both; the copies then stay equal."""
+        """Give both ends of a tied parameter that lives on two stages the sum of their gradients, so that they stay equal."""
         for alias, owner in self._tied.items():
             ends = [parameters[n] for parameters in self._parameters for n in (owner, alias) if n in parameters]
             grads = [local(end.grad) for end in ends if end.grad is not None]
@@ -152,7 +129,7 @@ class Gradients:
                 grads[1].copy_(total)
 
     def _squares(self) -> torch.Tensor:
-        """This rank's share of the squared norm, a fp64 scalar; see [Note: distinct elements]."""
+        """This rank's share of the squared norm, an fp64 scalar; see [Note: distinct elements]."""
         total = torch.zeros((), dtype=torch.float64, device=self._devices.device)
         if self._devices.at.replicate > 0:
             return total
@@ -173,14 +150,14 @@ class Gradients:
                 {"params": members, "weight_decay": decay, "lr_scale": scale}
                 for (decay, scale), members in groups.items()
             ]
-            or [{"params": [], "lr_scale": 1.0}],  # a stage may be frozen altogether
-            # Fused has no temporaries; on the CPU torch chooses.
+            or [{"params": [], "lr_scale": 1.0}],  # a stage may be entirely frozen
+            # The fused kernel needs no temporaries; on the CPU torch chooses.
             fused=self._devices.device.type == "cuda" or None,
         )
 
 
-def add_up_together(shares: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each of the tensors, contiguous and of one type, by its sum over a group's ranks: small ones in one message."""
+def all_reduce_coalesced(shares: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor (all contiguous, of one dtype) by its sum over a group; small ones travel in one message."""
     small = [share for share in shares if 0 < share.numel() < SMALL_ELEMENTS]
     for share in shares:
         if share.numel() >= SMALL_ELEMENTS:

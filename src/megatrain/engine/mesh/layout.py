@@ -1,10 +1,12 @@
-"""A layout: how many ranks each dimension of the mesh has, and what every rank is responsible for. Pure plain data.
+"""`Layout`: the size of each mesh dimension and what each rank is responsible for; `MeshPlan`: how a mesh engine runs it.
+
+Pure plain data: no torch, no process group.
 
 [Note: the order of ranks]
-Ranks count through (pipeline, replicate, shard, context, tensor), tensor fastest: tensor neighbours exchange most and sit on one
-host, pipeline neighbours exchange least and may be far apart. Shard and context ranks together hold one copy of the
-parameters (FSDP shards over both), because the ranks of a context group see different tokens of the same rows, which for a
-gradient is the same as different rows.
+Ranks are numbered over (pipeline, replicate, shard, context, tensor), tensor fastest: tensor neighbours exchange the most data and
+share a host, pipeline neighbours exchange the least and may be far apart. Shard and context ranks together hold one copy of the
+parameters (FSDP shards over both): the ranks of a context group see different tokens of the same rows, which for a gradient is the
+same as seeing different rows.
 
 Shapes: B rows of the whole step, T tokens per row.
 """
@@ -12,26 +14,19 @@ Shapes: B rows of the whole step, T tokens per row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from megatrain.errors import UserError
 
 TENSOR_STYLES = frozenset(
-    {
-        "colwise",
-        "rowwise",
-        "replicated_with_grad_allreduce",
-        "colwise_gather_output",
-        "embedding_rowwise",
-        "moe_tp_experts",
-        "packed_colwise",
-    }
+    "colwise rowwise replicated_with_grad_allreduce colwise_gather_output embedding_rowwise moe_tp_experts "
+    "packed_colwise".split()
 )
-"""The styles of Hugging Face's `tp_plan` that tensor_parallel.py translates. Some releases add the embedding to the plan of
-a tied model; embedding and head are split by vocabulary in any case. Experts are split by expert (expert_parallel.py),
-whatever the plan says of their matrices (`packed_colwise`, `rowwise`)."""
+"""Styles of Hugging Face's `tp_plan` that tensor_parallel.py translates. Some releases add the embedding to the plan of a tied
+model; embedding and head are split by vocabulary in any case. Experts are split by expert, whatever the plan says of their
+matrices (`packed_colwise`, `rowwise`)."""
 
 TENSOR_FAMILIES = frozenset(
     "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5 "
@@ -43,7 +38,7 @@ CONTEXT_FAMILIES = TENSOR_FAMILIES | frozenset({"olmo2"})
 """Model types whose gradients under context parallel are part of the test suite."""
 
 LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""The `layer_types` whose attention context parallel computes."""
+"""The `layer_types` that context parallel supports."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +47,9 @@ class ScheduleKind:
 
     Attributes:
         name: As written in the config.
-        virtual: Smallest and largest number of stages per rank; None is no limit.
+        virtual: Minimum and maximum number of stages per rank; no maximum if None.
         vee: Stages run down the ranks and back up: rank r holds stages r and 2 * pipeline - 1 - r.
-        splits_backward: Gradients of inputs and of weights are computed apart. See [Note: two halves] in deferred.py.
+        splits_backward: Gradients of inputs and of weights are computed separately. See [Note: two halves] in zero_bubble.py.
         rounds: The number of microbatches must divide into rounds of about `pipeline` microbatches.
     """
 
@@ -63,6 +58,11 @@ class ScheduleKind:
     vee: bool = False
     splits_backward: bool = False
     rounds: bool = False
+
+    def allows(self, virtual: int) -> bool:
+        """Whether the schedule runs with this number of stages per rank."""
+        least, most = self.virtual
+        return virtual >= least and (most is None or virtual <= most)
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -79,7 +79,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where a rank stands in the mesh: its index in each dimension."""
+    """A rank's index in each dimension of the mesh."""
 
     pipeline: int
     replicate: int
@@ -93,17 +93,15 @@ class Layout:
     """How a model and its batches are spread over processes.
 
     Attributes:
-        tensor: Ranks that share the matrices of a layer.
+        tensor: Ranks that share the matrices of a layer; norms and residuals are split over them by tokens.
         pipeline: Ranks that share the layers.
         virtual: Stages per pipeline rank.
         context: Ranks that share the tokens of a row.
         replicate: Copies of the sharded model.
-        shard: Data ranks that share one copy of parameters, gradients and optimizer; None takes what the world leaves.
-        sequence: Norms and residuals are split over the tensor ranks, by tokens.
-        schedule: One of `SCHEDULES`; without pipeline ranks it is not used.
-        microbatches: Pieces into which each data rank cuts its rows, run one after the other. None is as few as the
-            schedule allows.
-        stage_layers: Layers of each stage, in the order of the model. None is even by parameters.
+        shard: Data ranks that share one copy of parameters, gradients and optimizer; None: all ranks that are left.
+        schedule: One of `SCHEDULES`; unused without pipeline ranks.
+        microbatches: Microbatches per step on each data rank; None: the fewest the schedule allows.
+        stage_layers: Number of layers of each stage, in model order. None: even by parameters.
     """
 
     tensor: int = 1
@@ -112,7 +110,6 @@ class Layout:
     context: int = 1
     replicate: int = 1
     shard: int | None = None
-    sequence: bool = True
     schedule: str = "1f1b"
     microbatches: int | None = None
     stage_layers: tuple[int, ...] | None = None
@@ -142,8 +139,13 @@ class Layout:
         return SCHEDULES[self.schedule]
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of inputs and of weights separately."""
+        return self.pipeline > 1 and self.kind.splits_backward
+
+    @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Of (pipeline, replicate, shard, context, tensor)."""
+        """(pipeline, replicate, shard, context, tensor)."""
         return self.pipeline, self.replicate, self._shard, self.context, self.tensor
 
     @property
@@ -154,7 +156,7 @@ class Layout:
     @property
     def row_multiple(self) -> int:
         """The rows of a step are padded to a multiple of this."""
-        return self.data * self.pieces
+        return self.data * self.microbatch_count
 
     @property
     def token_multiple(self) -> int:
@@ -162,20 +164,19 @@ class Layout:
         return (2 * self.context if self.context > 1 else 1) * self.tensor
 
     @property
-    def pieces(self) -> int:
+    def microbatch_count(self) -> int:
         """Microbatches of a step on each data rank."""
-        if self.microbatches is not None:
-            return self.microbatches
-        return self.least_microbatches
+        return self.min_microbatches if self.microbatches is None else self.microbatches
 
     @property
-    def least_microbatches(self) -> int:
+    def min_microbatches(self) -> int:
+        """The fewest microbatches the schedule runs with."""
         if self.pipeline == 1:
             return 1
         return self.stages if self.schedule == "dualpipev" else self.pipeline
 
     def resolved(self, world: int) -> Layout:
-        """The same layout with `shard` filled in. What does not divide is left for `problems` to say."""
+        """The same layout with `shard` filled in. Sizes that do not divide are left for `problems` to report."""
         if self.shard is not None:
             return self
         others = self.pipeline * self.replicate * self.context * self.tensor
@@ -197,7 +198,7 @@ class Layout:
         return rank
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds, in the order of the model."""
+        """The stages a pipeline rank holds, in model order."""
         if self.kind.vee and self.pipeline > 1:
             return pipeline_rank, 2 * self.pipeline - 1 - pipeline_rank
         return tuple(range(pipeline_rank, self.stages, self.pipeline))
@@ -209,7 +210,7 @@ class Layout:
     # ---------------------------------------------------------------- checks
 
     def problems(self, config: Any, world: int, rows: int | None = None) -> list[str]:
-        """Everything that makes this layout impossible, each with what would fit. Needs no process group.
+        """Every reason why this layout cannot run, each with sizes that would fit. Needs no process group.
 
         Args:
             config: The model's Hugging Face config.
@@ -229,13 +230,17 @@ class Layout:
         found += full._dropout_problems(text)
         if rows is not None and rows < full.row_multiple:
             found.append(
-                f"{rows} rows per step are fewer than {full.data} data ranks x {full.pieces} microbatches = "
-                f"{full.row_multiple}: some ranks would compute padding only; take at least {full.row_multiple} rows"
+                f"{rows} rows per step are fewer than {full.data} data ranks x {full.microbatch_count} microbatches = "
+                f"{full.row_multiple}: some ranks would compute only padding; use at least {full.row_multiple} rows"
             )
         return found
 
     def checked(self, config: Any, world: int, rows: int | None = None) -> Layout:
-        """The resolved layout, or a UserError with all problems."""
+        """The resolved layout.
+
+        Raises:
+            UserError: It cannot run; the message lists all problems.
+        """
         found = self.problems(config, world, rows)
         if found:
             raise UserError("this layout cannot run:\n  - " + "\n  - ".join(found), "parallel")
@@ -249,7 +254,7 @@ class Layout:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 yield f"{name} = {value!r} is not a whole number of at least 1"
         if self.schedule not in SCHEDULES:
-            yield f"schedule {self.schedule!r} is unknown; there are {', '.join(SCHEDULES)}"
+            yield f"schedule {self.schedule!r} is unknown; known are {', '.join(SCHEDULES)}"
 
     def _world_problems(self, world: int, shard_is_free: bool) -> Iterator[str]:
         if self.world == world:
@@ -271,54 +276,48 @@ class Layout:
             if self.virtual > 1:
                 yield f"virtual {self.virtual} needs pipeline ranks; set virtual 1 or pipeline 2 or more"
             return
-        kind = self.kind
-        least, most = kind.virtual
-        if self.virtual < least or (most is not None and self.virtual > most):
+        kind, count = self.kind, self.microbatch_count
+        if not kind.allows(self.virtual):
+            least, most = kind.virtual
             needed = f"exactly {least}" if most == least else f"at least {least}"
-            others = [k.name for k in SCHEDULES.values() if _within(self.virtual, k.virtual)]
+            others = [k.name for k in SCHEDULES.values() if k.allows(self.virtual)]
             yield (
                 f"schedule {kind.name} needs {needed} virtual stages per rank, not {self.virtual}; "
                 f"with virtual {self.virtual} {' or '.join(others)} would fit"
             )
-        pieces = self.pieces
-        if pieces < self.least_microbatches:
+        if count < self.min_microbatches:
             yield (
-                f"microbatches {pieces} are fewer than the {self.least_microbatches} that schedule {kind.name} needs on "
-                f"{self.pipeline} pipeline ranks; {self.least_microbatches} would fit"
+                f"microbatches {count} are fewer than the {self.min_microbatches} that schedule {kind.name} needs on "
+                f"{self.pipeline} pipeline ranks; {self.min_microbatches} would fit"
             )
-        elif kind.rounds and pieces % max(1, pieces // self.pipeline):
-            fits = [n for n in range(self.pipeline, pieces + self.pipeline + 1) if n % max(1, n // self.pipeline) == 0]
-            near = sorted(fits, key=lambda n: abs(n - pieces))[:2]
+        elif kind.rounds and count % max(1, count // self.pipeline):
+            fits = [n for n in range(self.pipeline, count + self.pipeline + 1) if n % max(1, n // self.pipeline) == 0]
+            near = sorted(fits, key=lambda n: abs(n - count))[:2]
             yield (
-                f"microbatches {pieces} do not divide into the rounds of schedule {kind.name}; "
+                f"microbatches {count} do not divide into the rounds of schedule {kind.name}; "
                 f"{' or '.join(map(str, sorted(near)))} would fit"
             )
 
     def _pipeline_problems(self, config: Any) -> Iterator[str]:
         layers = config.num_hidden_layers
         if self.stages > layers:
-            fits = list(range(1, layers // self.virtual + 1))
+            most = layers // self.virtual
             yield (
                 f"{layers} layers cannot fill pipeline {self.pipeline} x virtual {self.virtual} = {self.stages} stages; "
-                + (f"pipeline {fits[-1]} would fit" if fits else f"virtual {layers // self.pipeline or 1} would fit")
+                + (f"pipeline {most} would fit" if most else f"virtual {layers // self.pipeline or 1} would fit")
             )
         given = self.stage_layers
         if given is not None and (len(given) != self.stages or sum(given) != layers or min(given) < 1):
             yield (
-                f"stage_layers {list(given)} are not {self.stages} stages with {layers} layers in all, at least one each"
+                f"stage_layers {list(given)} must be {self.stages} numbers of at least 1 that add up to {layers} layers"
             )
 
     def _tensor_problems(self, config: Any) -> Iterator[str]:
         if self.tensor == 1:
             return
-        if not self.sequence:
-            yield (
-                "tensor parallel without sequence parallel (sequence: false) is not supported: it costs five "
-                "all-reduces a layer; set sequence: true"
-            )
         plan = getattr(config, "base_model_tp_plan", None)
         if config.model_type not in TENSOR_FAMILIES:
-            yield _unproven(config.model_type, "tensor", TENSOR_FAMILIES)
+            yield _untested(config.model_type, "tensor", TENSOR_FAMILIES)
         if not plan:
             yield f"{config.model_type} has no tensor-parallel plan in transformers; tensor 1 would fit"
         else:
@@ -331,16 +330,17 @@ class Layout:
         for name in ("intermediate_size", "num_experts", "num_local_experts"):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
-                yield f"{name} {value} is not a multiple of tensor {self.tensor}; {_divisors(value)} would fit"
+                fits = [str(n) for n in range(1, min(value, 128) + 1) if value % n == 0]
+                yield f"{name} {value} is not a multiple of tensor {self.tensor}; tensor {' or '.join(fits)} would fit"
         rows = getattr(config, "vocab_size", None)
-        if isinstance(rows, int) and -(-rows // self.tensor) * (self.tensor - 1) >= rows:  # cut as torch.chunk does
+        if isinstance(rows, int) and -(-rows // self.tensor) * (self.tensor - 1) >= rows:  # split as torch.chunk does
             yield f"vocab_size {rows} leaves a rank of tensor {self.tensor} without a row; a smaller tensor would fit"
 
     def _context_problems(self, config: Any) -> Iterator[str]:
         if self.context == 1:
             return
         if config.model_type not in CONTEXT_FAMILIES:
-            yield _unproven(config.model_type, "context", CONTEXT_FAMILIES)
+            yield _untested(config.model_type, "context", CONTEXT_FAMILIES)
         unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS)
         if unknown:
             yield f"context parallel cannot split layers of kind {', '.join(unknown)}; context 1 would fit"
@@ -351,38 +351,71 @@ class Layout:
         for name in dropout_keys(config):
             yield (
                 f"{name} {getattr(config, name)} would differ between the ranks of a tensor or context group; "
-                f"set it to 0 or take tensor 1, context 1"
+                f"set it to 0, or use tensor 1 and context 1"
             )
 
 
+@dataclass(frozen=True)
+class MeshPlan:
+    """How a mesh engine runs a model.
+
+    Attributes:
+        layout: How the model is spread over processes. The engine resolves `shard`.
+        recompute: Keep only each layer's input and recompute the layer in the backward.
+        compile: Compile the layers: `auto` on a GPU, `on` everywhere, `off` never. Context ranks, mixtures under tensor
+            parallel, and schedules that split the backward run eager.
+        compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; fp64 (tests only). auto: bf16 on a GPU, else fp32.
+        reduced_by: The config line that makes the latest reduction permanent; empty for a plan as configured.
+    """
+
+    layout: Layout
+    recompute: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"
+    compute_dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    reduced_by: str = field(default="", compare=False)
+
+    def reduced(self, rows: int) -> MeshPlan | None:
+        """The next plan to try when a device runs out of memory: slower, with the same result. None: nothing is left.
+
+        First recompute, then twice the microbatches each time. The layout must be resolved.
+
+        Args:
+            rows: Rows of a step.
+        """
+        if not self.recompute:
+            return dataclasses.replace(self, recompute=True, reduced_by="activations.policy: recompute")
+        count = 2 * self.layout.microbatch_count
+        if count > rows // self.layout.data:
+            return None
+        layout = dataclasses.replace(self.layout, microbatches=count)
+        return dataclasses.replace(self, layout=layout, reduced_by=f"parallel.microbatches: {count}")
+
+
 def whole_attention(config: Any, tensor: int) -> bool:
-    """Whether the heads of a model do not divide over the tensor ranks, so that each of them computes the whole attention."""
+    """Whether a model's heads do not divide over the tensor ranks, so that each rank computes the whole attention."""
     text = config.get_text_config()
     counts = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return any(isinstance(count, int) and count % tensor != 0 for count in counts)
 
 
 def dropout_keys(config: Any) -> list[str]:
-    """Names of the config's random parts that are switched on."""
-    names = [
-        n
-        for n in vars(config)
-        if ("dropout" in n or n.endswith(("pdrop", "router_jitter_noise", "input_jitter_noise")))
-    ]
-    return [n for n in sorted(names) if isinstance(getattr(config, n), float) and getattr(config, n) > 0.0]
+    """Config keys of dropout and jitter that are above 0."""
+    suffixes = ("pdrop", "router_jitter_noise", "input_jitter_noise")
+    names = sorted(name for name in vars(config) if "dropout" in name or name.endswith(suffixes))
+    return [name for name in names if isinstance(value := getattr(config, name), float) and value > 0.0]
 
 
 def split_layers(
     layers: int, stages: int, layer_weight: float, embedding_weight: float, head_weight: float
 ) -> list[range]:
-    """Cut the layers into `stages` runs so that the heaviest stage is as light as possible; every layer is in one.
+    """Split the layers into `stages` consecutive ranges so that the heaviest stage is as light as possible.
 
     Args:
         layers: L, at least `stages`.
         stages: S.
-        layer_weight: Of each layer (parameters, or any other measure).
-        embedding_weight: Counted on the first stage.
-        head_weight: Counted on the last stage.
+        layer_weight: Weight of a layer (parameters, or any other measure).
+        embedding_weight: Added to the first stage.
+        head_weight: Added to the last stage.
     """
     assert 1 <= stages <= layers, (layers, stages)
     extra = [0.0] * stages
@@ -390,39 +423,22 @@ def split_layers(
     extra[-1] += head_weight
     counts = [1] * stages
     for _ in range(layers - stages):
-        # Giving each next layer to the stage that stays lightest is optimal for equal layers; ties go to the middle,
-        # where nothing else is held.
+        # Giving each layer to the stage that stays lightest is optimal for equal layers. Ties go to the middle stages, which
+        # hold neither embedding nor head.
         counts[
             min(range(stages), key=lambda s: (extra[s] + (counts[s] + 1) * layer_weight, abs(2 * s - stages + 1)))
         ] += 1
-    starts = [sum(counts[:s]) for s in range(stages + 1)]
-    result = [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
-    assert sum(map(len, result)) == layers and all(map(len, result)), (layers, result)
-    return result
+    return ranges_of(counts)
 
 
-def zigzag(tokens: int, parts: int) -> list[list[int]]:
-    """Positions of each context rank: chunk r from the front and chunk r from the back, so that causal work is equal.
-
-    Args:
-        tokens: T, a multiple of 2 * parts.
-        parts: Context ranks.
-    """
-    assert tokens % (2 * parts) == 0, (tokens, parts)
-    size = tokens // (2 * parts)
-    chunks = [list(range(c * size, (c + 1) * size)) for c in range(2 * parts)]
-    return [chunks[r] + chunks[2 * parts - 1 - r] for r in range(parts)]
+def ranges_of(counts: list[int] | tuple[int, ...]) -> list[range]:
+    """Consecutive ranges of the given lengths, from 0."""
+    starts = [sum(counts[:s]) for s in range(len(counts) + 1)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
 
-def _unproven(model_type: str, dimension: str, proven: frozenset[str]) -> str:
-    names = ", ".join(sorted(proven))
-    return f"{model_type} has not been proven with {dimension} parallel; {dimension} 1 would fit (proven: {names})"
-
-
-def _within(value: int, bounds: tuple[int, int | None]) -> bool:
-    return value >= bounds[0] and (bounds[1] is None or value <= bounds[1])
-
-
-def _divisors(value: int) -> str:
-    found: Sequence[int] = [n for n in range(1, min(value, 128) + 1) if value % n == 0]
-    return "tensor " + " or ".join(map(str, found))
+def _untested(model_type: str, dimension: str, tested: frozenset[str]) -> str:
+    return (
+        f"{model_type} is not tested with {dimension} parallel; {dimension} 1 would fit "
+        f"(tested: {', '.join(sorted(tested))})"
+    )

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.engine.mesh.engine import plan_parts
 from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.stage import plan_parts
 from megatrain.models.structure import Structure
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.units import GIB

@@ -3,55 +3,17 @@
 [Note: out of memory]
 One rank's step fails, and the others wait for it in collectives that it cannot enter again. So its process ends with the exit
 code of a hang, and before that counts one up in RUN/denser. torchrun starts all again; they go on from the newest checkpoint
-with the setting that many rungs down the ladder. Whoever wants to keep it writes it into the config; whoever does not removes
+with that many reductions of the plan (`MeshPlan.reduced`). Whoever wants to keep it writes it into the config; whoever does not removes
 the file.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatrain.engine.mesh.layout import Layout
-
 FILE = "denser"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A rung of the ladder.
-
-    Attributes:
-        layout: Resolved.
-        recompute: Whether layers are computed again in the backward.
-        key: What to write into the config for it; empty for the first.
-    """
-
-    layout: Layout
-    recompute: bool
-    key: str = ""
-
-
-def ladder(layout: Layout, recompute: bool, rows: int) -> list[Setting]:
-    """From what is configured to what needs least memory.
-
-    Args:
-        layout: Resolved.
-        recompute: As configured.
-        rows: Of a step.
-    """
-    rungs = [Setting(layout, recompute)]
-    if not recompute:
-        rungs.append(Setting(layout, True, "activations.policy: recompute"))
-    last, pieces = rungs[-1], layout.pieces
-    while 2 * pieces <= rows // layout.data:
-        pieces *= 2
-        key = f"parallel.microbatches: {pieces}"
-        rungs.append(Setting(dataclasses.replace(layout, microbatches=pieces), last.recompute, key))
-    return rungs
 
 
 def times_out_of_memory(folder: Path) -> int:

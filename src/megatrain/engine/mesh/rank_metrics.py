@@ -12,17 +12,17 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatrain.engine.mesh.actions import Action, bubble, busy_s, mean_costs, simulate, span_s
 from megatrain.engine.mesh.comm_overlap import Shares
 from megatrain.engine.mesh.layout import Layout, split_layers
 from megatrain.engine.mesh.pipeline import Runner
+from megatrain.engine.mesh.pipeline_schedule import Action, bubble, simulated_bubble
 
 IMBALANCE = 0.2
 """Share by which the busiest stage may exceed the mean before another split of the layers is proposed."""
@@ -60,7 +60,7 @@ class MeshNumbers:
 
     Attributes:
         mfu: Model FLOPs (nothing recomputed) per second over the measured matrix peak of all devices.
-        bubble, bubble_simulated: See [Note: bubble] in actions.py; without a pipeline None.
+        bubble, bubble_simulated: See [Note: bubble] in pipeline_schedule.py; without a pipeline None.
         stage_busy_s: Of each pipeline rank, the mean of its ranks.
         imbalance: Largest of them over their mean, less one.
         stage_peak_bytes: Of each pipeline rank, the largest of its ranks.
@@ -106,13 +106,13 @@ def numbers_of_rank(runner: Runner, device: torch.device, work_s: float | None, 
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return RankNumbers(
-        busy_s=busy_s(timed),
-        span_s=span_s(timed),
+        busy_s=sum(t.seconds for t in timed),
+        span_s=max((t.end_s for t in timed), default=0.0),
         work_s=sampled.compute_s if sampled is not None else work_s,
         collectives_s=sampled.collectives_s if sampled is not None else None,
         messages_s=sampled.messages_s if sampled is not None else None,
         peak_bytes=peak,
-        costs=mean_costs(timed),
+        costs=_means(((t.action.kind, t.action.stage), t.seconds) for t in timed),
     )
 
 
@@ -139,9 +139,7 @@ def numbers_of_all(
     measured = simulated = imbalance = None
     if layout.pipeline > 1:
         measured = bubble([r.busy_s for r in ranks], max(r.span_s for r in ranks))
-        costs = mean_over_ranks(ranks)
-        if all((action.kind, action.stage) in costs for row in table for action in row):
-            simulated = simulate(table, costs, layout.stages)
+        simulated = simulated_bubble(table, mean_over_ranks(ranks), layout.stages)
         imbalance = max(busy) / statistics.fmean(busy) - 1.0 if sum(busy) > 0 else None
     slowest, excess = straggler(ranks, by_stage)
     return MeshNumbers(
@@ -160,10 +158,14 @@ def numbers_of_all(
 
 def mean_over_ranks(ranks: Sequence[RankNumbers]) -> dict[Any, float]:
     """Mean seconds of each (kind, stage) over the ranks that ran it."""
+    return _means(item for rank in ranks for item in rank.costs.items())
+
+
+def _means(items: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Mean of the values of each key."""
     found: dict[Any, list[float]] = {}
-    for rank in ranks:
-        for key, seconds in rank.costs.items():
-            found.setdefault(key, []).append(seconds)
+    for key, value in items:
+        found.setdefault(key, []).append(value)
     return {key: statistics.fmean(values) for key, values in found.items()}
 
 

@@ -44,7 +44,7 @@ from megatrain.checkpoint.writer import (
     write_begin,
     write_end,
 )
-from megatrain.engine.mesh.devices import Devices
+from megatrain.engine.mesh.data_parallel import Devices
 from megatrain.engine.mesh.state import MeshState
 from megatrain.engine.mesh.writers import UnitWriter, by_size, first_of_hosts, rounds, shares
 from megatrain.errors import Aftermath, UserError

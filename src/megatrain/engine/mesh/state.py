@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatrain.engine.mesh.data_parallel import Box, local
-from megatrain.engine.mesh.devices import Devices
+from megatrain.engine.mesh.data_parallel import Box, Devices, local
 from megatrain.engine.mesh.gradients import Gradients
 from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.store import UnitPlanes

@@ -1,31 +1,44 @@
-"""Tensor parallel with sequence parallel: Hugging Face's `tp_plan` on plain tensors, and a loss over split logits.
+"""Tensor parallel with sequence parallel: Hugging Face's `tp_plan` on plain tensors, experts by expert, loss over split logits.
 
 [Note: plain parameters]
-Before FSDP sees them, the parameters that ranks share are replaced by this rank's parts: plain tensors, in Hugging Face's own
-modules, whose code runs unchanged on fewer heads, columns, experts or rows of the vocabulary. What is communicated is said by
-hooks at the entry and exit of blocks (`megatrain.engine.mesh.tokens`). `Stage.split` remembers which dimension was cut.
-(With DTensors, whose every operation is dispatched in Python, a small layer took three times as much of the processor, and FSDP
-added up shares of gradients with every microbatch.)
+Before FSDP sees them, the parameters that tensor ranks share are replaced by this rank's parts: plain tensors in Hugging Face's
+own modules, whose code runs unchanged on fewer heads, columns, experts or rows of the vocabulary. Communication happens in hooks
+at the entry and exit of blocks (tensor_collectives.py). `Stage.split` records which dimension was split. (With DTensors, whose
+every operation is dispatched in Python, a small layer took three times the CPU time, and FSDP summed up shares of gradients with
+every microbatch.)
 
 [Note: what moves in a layer]
-The residual stream is split by tokens. A block (attention, MLP) gathers the tokens once at its entry, for all its
-projections, computes its share of heads or columns, and its row-wise output scatters the sum back to tokens: one all-gather and
-one reduce-scatter forward, the reverse backward. So a layer has two of each in either direction, and nothing else moves.
+The residual stream is split by tokens. A block (attention, MLP) gathers the tokens once at its entry, for all its projections,
+computes its share of heads or columns, and its row-wise output scatters the sum back to tokens: one all-gather and one
+reduce-scatter forward, the reverse backward. So a layer has two of each in either direction, and nothing else moves.
 
 [Note: shares of gradients]
-What tensor ranks hold alike (norms, routers, biases of row-wise products, a whole attention) sees other tokens or heads on each
-of them, so its gradient is this rank's share of a sum, whatever the module. `Gradients` adds the shares up once per step.
+Parameters that every tensor rank holds whole (norms, routers, biases of row-wise products, a whole attention) see different tokens
+or heads on each rank, so their gradient is this rank's share of a sum, whatever the module. `Gradients` sums the shares once a step.
 
 [Note: whole attention]
-Where heads, or key-value heads, do not divide, every rank computes the whole attention: it gathers the tokens, its projections
-are whole, and it keeps its own tokens of what the last of them takes. That costs the attention's work on every rank; the MLP,
-embedding and head are split as ever.
+If heads or key-value heads do not divide, every rank computes the whole attention: it gathers the tokens, its projections are
+whole, and the last of them takes only the rank's own tokens. Every rank then does the attention's full work; MLP, embedding and
+head are split as usual.
 
 [Note: vocabulary]
-Embedding and head are split by rows of the vocabulary as `torch.chunk` splits them: ceil(V / tensor) rows each, fewer on the
-last rank. Logits are never gathered.
+Embedding and head are split by rows of the vocabulary as `torch.chunk` does: ceil(V / tensor) rows each, fewer on the last rank.
+Logits are never gathered.
 
-Shapes: B rows, L tokens, S = L / tensor, N = B * L, V vocabulary, W = this rank's part of it.
+[Note: experts of a tensor group]
+Hugging Face keeps a layer's experts in matrices stacked by expert, (E, out, in). They are split by expert, E / tensor on each rank:
+whole experts instead of slices of each, so that a rank's part stays one box of the parameter and a product keeps its width. The
+block gathers the tokens once at its entry, like any other. The router runs on all of them on every rank and chooses the same
+everywhere; a rank picks the (token, expert) pairs of its own experts, runs them through Hugging Face's own code as tokens with one
+expert each, and sums the results by token. That is a partial sum, which is scattered to tokens at the block's exit. For the router
+and the incoming tokens, each rank's gradient is a partial sum too: its own experts' share.
+
+[Note: a rank without pairs]
+A microbatch may leave a rank's experts without a token. Tokens, router and parameters take part in the graph anyway, with zero
+rows: the backward's collectives, of this group and of FSDP, must run on every rank or on none.
+
+Shapes: B rows, L tokens, S = L / tensor, N = B * L, V vocabulary, W = this rank's part of it, D hidden size, K experts per token,
+M pairs of this rank.
 """
 
 from __future__ import annotations
@@ -41,10 +54,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatrain.engine.mesh.expert_parallel import mixture_block, own_experts
 from megatrain.engine.mesh.layout import whole_attention
 from megatrain.engine.mesh.stage import Stage
-from megatrain.engine.mesh.tokens import RowWise, TensorGroup, add_up, gather_at_entry, own_tokens, split_tokens
+from megatrain.engine.mesh.tensor_collectives import (
+    RowWise,
+    TensorGroup,
+    add_up,
+    gather_at_entry,
+    scatter_at_exit,
+    split_tokens,
+    take_own_at_entry,
+)
 from megatrain.engine.objective import IGNORED
 from megatrain.errors import UserError
 from megatrain.models.structure import Structure
@@ -52,13 +72,13 @@ from megatrain.models.structure import Structure
 
 @dataclass(frozen=True)
 class Style:
-    """What becomes of one module.
+    """How one module is split.
 
     Attributes:
-        dims: Which dimension of a parameter is cut, by the parameter's name in the module; others stay whole.
-        every: The dimension that is cut of parameters that `dims` does not name, None for none.
-        prepare: Called with the module, whose parameters are already cut.
-        owns: Whether the style is meant for the module's own parameters at all.
+        dims: Dimension along which a parameter is split, by its name in the module; others stay whole.
+        every: Dimension along which parameters that `dims` does not name are split; None: they stay whole.
+        prepare: Called with the module after its parameters have been split.
+        owns: Whether the style covers the module's own parameters.
     """
 
     dims: Mapping[str, int]
@@ -67,16 +87,8 @@ class Style:
     owns: bool = True
 
 
-def _take_own_tokens(linear: nn.Module, group: TensorGroup) -> None:
-    linear.register_forward_pre_hook(partial(_own, group))
-
-
-def _own(group: TensorGroup, linear: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
-    return own_tokens(args[0], group)
-
-
 def _own_rows(embedding: nn.Embedding, group: TensorGroup) -> None:
-    """Token ids (B, L) -> their embeddings (B, L, D), added up over the ranks, each of which has W rows of the vocabulary."""
+    """Token ids (B, L) -> embeddings (B, L, D), summed over the ranks, each of which holds W rows of the vocabulary."""
     first = -(-embedding.num_embeddings // group.size) * group.rank  # see [Note: vocabulary]
     count = embedding.weight.shape[0]
     padding = embedding.padding_idx  # a row whose gradient is zero
@@ -92,46 +104,78 @@ def _own_rows(embedding: nn.Embedding, group: TensorGroup) -> None:
     embedding.forward = forward  # type: ignore[method-assign]
 
 
+def _mixture_block(block: nn.Module, group: TensorGroup) -> None:
+    """Router and experts: gather tokens (B, S, D) at the entry, scatter the partial sums (B, L, D) at the exit."""
+    gather_at_entry(block, group)
+    scatter_at_exit(block, group)
+
+
+def own_experts(experts: nn.Module, group: TensorGroup) -> None:
+    """Let a module of E experts compute with the E / tensor experts whose parameters it holds."""
+    count = experts.num_experts // group.size  # type: ignore[operator]
+    experts.num_experts = count  # type: ignore[assignment]
+    forward = partial(_own_experts_forward, experts, type(experts).forward, count * group.rank, count)
+    experts.forward = forward  # type: ignore[method-assign]
+
+
+def _own_experts_forward(
+    experts: nn.Module,
+    plain: Any,
+    first: int,
+    count: int,
+    hidden_ND: torch.Tensor,
+    index_NK: torch.Tensor,
+    weights_NK: torch.Tensor,
+) -> torch.Tensor:
+    """This rank's share of the sum over experts (N, D)."""
+    tokens_M, choice_M = torch.where((index_NK >= first) & (index_NK < first + count))
+    given_MD, weights_M1 = hidden_ND[tokens_M], weights_NK[tokens_M, choice_M, None]
+    if len(tokens_M) > 0:
+        out_MD = plain(experts, given_MD, index_NK[tokens_M, choice_M, None] - first, weights_M1)
+    else:  # see [Note: a rank without pairs]
+        out_MD = given_MD * weights_M1 + sum(parameter.flatten()[0] for parameter in experts.parameters())
+    return torch.zeros_like(hidden_ND).index_add(0, tokens_M, out_MD.to(hidden_ND.dtype))
+
+
 BLOCK = Style({}, prepare=gather_at_entry, owns=False)
 """A block whose projections are column-wise."""
 COLUMNS = Style({"weight": 0, "bias": 0})
 ROWS = Style({"weight": 1}, prepare=RowWise.make_of)
 WHOLE = Style({})
-"""Whatever is computed by every rank with the same parameters, on its own tokens or heads."""
-WHOLE_EXIT = Style({}, prepare=_take_own_tokens)
+"""Computed by every rank with the same parameters, on its own tokens or heads."""
+WHOLE_EXIT = Style({}, prepare=take_own_at_entry)
 """See [Note: whole attention]."""
-MIXTURE = Style({}, prepare=mixture_block, owns=False)
+MIXTURE = Style({}, prepare=_mixture_block, owns=False)
 EXPERTS = Style({}, every=0, prepare=own_experts)
 EMBEDDING = Style({"weight": 0}, prepare=_own_rows)
 HEAD = Style({"weight": 0, "bias": 0}, prepare=gather_at_entry)
 MIXTURE_STYLE = "moe_tp_experts"
-"""Of the experts, in Hugging Face's plans."""
+"""The experts' style in Hugging Face's plans."""
 
 
 def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
     """Split a stage's modules, on meta or real, over the tensor group. Ties between embedding and head stay ties.
 
     Args:
-        stage: The stage; parameters that are cut are replaced by this rank's parts, and `stage.split` says which.
-        structure: Of the whole model.
+        stage: Parameters that are split are replaced by this rank's parts and recorded in `stage.split`.
+        structure: The whole model's.
         mesh: The tensor dimension.
 
     Raises:
-        UserError: A style or a parameter of the family has no translation.
+        UserError: A style or a parameter of the family is not supported.
     """
     group = TensorGroup.of(mesh)
-    plan = _full_plan(stage.model, structure)
+    config: Any = stage.model.config
+    plan = {f"{structure.base_name}.{name}": style for name, style in _base_plan(config).items()}
     styles = _edge_styles(stage, structure)
-    for index in stage.part.layers:
-        prefix = f"{structure.layers_name}.{index}"
-        layer = stage.model.get_submodule(prefix)
-        found = _layer_styles(layer, prefix, structure, plan, whole_attention(stage.model.config, group.size))
+    for prefix, layer in stage.named_own_layers():
+        found = _layer_styles(layer, prefix, config.model_type, plan, whole_attention(config, group.size))
         styles |= {f"{prefix}.{name}": style for name, style in found.items()}
-    _refuse_unplaced(stage.model, styles)
+    _refuse_uncovered(stage.model, styles)
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for path, style in styles.items():
         module = stage.model.get_submodule(path)
-        _cut_parameters(module, path, style, group, stage.split, made)
+        _split_parameters(module, path, style, group, stage.split, made)
         if style.prepare is not None:
             style.prepare(module, group)
     if stage.part.first:
@@ -141,7 +185,17 @@ def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
         stage.loss_sum = partial(_split_vocabulary_loss, group=mesh.get_group(), vocabulary=vocabulary)
 
 
-def _cut_parameters(
+def splits_experts(model: nn.Module) -> bool:
+    """Whether ranks of a tensor group would share the experts of some layers."""
+    return MIXTURE_STYLE in _base_plan(model.config).values()
+
+
+def _base_plan(config: Any) -> dict[str, str]:
+    """Hugging Face's style by module name in the base model, with layer numbers as `*`."""
+    return getattr(config, "base_model_tp_plan", None) or {}
+
+
+def _split_parameters(
     module: nn.Module,
     path: str,
     style: Style,
@@ -149,7 +203,7 @@ def _cut_parameters(
     split: dict[str, tuple[int, int]],
     made: dict[int, tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
-    """Of the module itself. `made`: by identity of a whole parameter, it and its part, for ties between modules."""
+    """Split the module's own parameters. `made`: a whole parameter's id -> it and its part, for ties between modules."""
     for leaf, whole in list(module.named_parameters(recurse=False)):
         dim = style.dims.get(leaf, style.every)
         if dim is None:
@@ -161,36 +215,25 @@ def _cut_parameters(
         module._parameters[leaf] = made[id(whole)][1]
 
 
-def _refuse_unplaced(model: nn.Module, styles: Mapping[str, Style]) -> None:
+def _refuse_uncovered(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Raise a UserError for parameters without a style, and for modules that a style cannot split."""
     where, remedy = f"model type {model.config.model_type}", "set parallel.tensor to 1"  # type: ignore[union-attr]
-    placed = {path for path, style in styles.items() if style.owns}
-    left = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in placed]
+    covered = {path for path, style in styles.items() if style.owns}
+    left = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in covered]
     if left:
-        raise UserError(f"{', '.join(left[:3])} have no place in the tensor-parallel plan", where, remedy)
+        raise UserError(f"the tensor-parallel plan does not cover {', '.join(left[:3])}", where, remedy)
     for path, style in styles.items():
         kind = type(model.get_submodule(path))
         if style in (COLUMNS, ROWS, WHOLE_EXIT) and kind.forward is not nn.Linear.forward:
             raise UserError(f"{path} is a {kind.__name__}, which cannot be split as a linear module", where, remedy)
 
 
-def splits_experts(model: nn.Module) -> bool:
-    """Whether ranks of a tensor group would share the experts of some layers."""
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr]
-    return MIXTURE_STYLE in plan.values()
-
-
-def _full_plan(model: nn.Module, structure: Structure) -> dict[str, str]:
-    """Style by full module name, layer numbers as `*`."""
-    base = getattr(model.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr]
-    return {f"{structure.base_name}.{name}": style for name, style in base.items()}
-
-
 def _layer_styles(
-    layer: nn.Module, prefix: str, structure: Structure, plan: Mapping[str, str], whole: bool
+    layer: nn.Module, prefix: str, model_type: str, plan: Mapping[str, str], whole: bool
 ) -> dict[str, Style]:
     """Style of each module of one layer, by its name inside the layer. `whole`: see [Note: whole attention]."""
     found = {name: _planned_style(f"{prefix}.{name}", plan) for name, _ in layer.named_modules() if name}
-    # Inside these blocks tokens are whole, so a norm there needs a plan of its own.
+    # Inside these blocks all tokens are present, so a norm in there needs a style in the plan.
     blocks = {name.rpartition(".")[0] for name, style in found.items() if style == "colwise"}
     styles: dict[str, Style] = dict.fromkeys(blocks, BLOCK)
     for name, style in found.items():
@@ -206,24 +249,21 @@ def _layer_styles(
         elif style == MIXTURE_STYLE:
             styles |= _mixture_styles(layer, name)
         elif style is not None:
-            raise UserError(
-                f"style {style!r} of {prefix}.{name} is not supported",
-                f"model type {structure.model.config.model_type}",  # type: ignore[union-attr]
-                "set parallel.tensor to 1",
-            )
+            what = f"style {style!r} of {prefix}.{name} is not supported"
+            raise UserError(what, f"model type {model_type}", "set parallel.tensor to 1")
         elif _is_norm(module) and not any(name.startswith(block + ".") for block in blocks):
             styles[name] = WHOLE
     return styles
 
 
 def _mixture_styles(layer: nn.Module, experts: str) -> dict[str, Style]:
-    """Of the block that holds the experts, of the experts, and of whatever else in the block has parameters: the router."""
+    """Styles of the block that holds the experts, of the experts, and of the router: everything else with parameters in it."""
     block = experts.rpartition(".")[0]
     inside = {f"{block}.{name}": module for name, module in layer.get_submodule(block).named_modules() if name}
     routers = {
         name: WHOLE
         for name, module in inside.items()
-        if not f"{name}.".startswith(f"{experts}.") and next(module.parameters(recurse=False), None) is not None
+        if not f"{name}.".startswith(f"{experts}.") and _has_parameters(module)
     }
     return {block: MIXTURE, experts: EXPERTS, **routers}
 
@@ -232,8 +272,12 @@ def _planned_style(full_name: str, plan: Mapping[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", full_name))
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
 def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm") and next(module.parameters(recurse=False), None) is not None
+    return type(module).__name__.endswith("Norm") and _has_parameters(module)
 
 
 def _edge_styles(stage: Stage, structure: Structure) -> dict[str, Style]:
@@ -241,7 +285,7 @@ def _edge_styles(stage: Stage, structure: Structure) -> dict[str, Style]:
     styles: dict[str, Style] = {}
     layers = structure.layers_name + "."
     for name, module in stage.model.named_modules():
-        if name.startswith(layers) or next(module.parameters(recurse=False), None) is None:
+        if name.startswith(layers) or not _has_parameters(module):
             continue
         if isinstance(module, nn.Embedding):
             styles[name] = EMBEDDING
@@ -253,7 +297,7 @@ def _edge_styles(stage: Stage, structure: Structure) -> dict[str, Style]:
 
 
 def _vocabulary(stage: Stage, structure: Structure) -> int:
-    """Rows of the head's weight, all ranks together."""
+    """Rows of the head's weight over all ranks."""
     base = structure.base_name + "."
     sizes = {length for name, (_, length) in stage.split.items() if not name.startswith(base)}
     assert len(sizes) == 1, sizes
@@ -261,7 +305,7 @@ def _vocabulary(stage: Stage, structure: Structure) -> int:
 
 
 class _SplitVocabularyLoss(torch.autograd.Function):
-    """Sum of cross entropies of logits (N, W) that are split over a group by vocabulary; the same number on every rank."""
+    """Sum of cross entropies of logits (N, W) split over a group by vocabulary; the same number on every rank."""
 
     @staticmethod
     def forward(

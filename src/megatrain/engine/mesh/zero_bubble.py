@@ -1,11 +1,11 @@
-"""Gradients of weights in their own time: the second half of a backward, for schedules that split it.
+"""Zero-bubble weight gradients: the second half of a backward, for schedules that split it.
 
 [Note: two halves]
-torch's own halves keep a microbatch's whole graph, with all it saved, from the first half to the second, and the first stage does
-all its work in the second. Here the first half is a whole backward, in which the layers' linear modules alone put their weights'
-gradient off: of each, input and output gradient are left, and the graph is gone. Everything else (norms, biases, embedding,
-head, experts) has its gradient after the first half. The head does not put off, because the gradients of its logits are larger
-than all else. The graph is gone through once, so layers may be recomputed in the first half.
+torch's own split keeps a microbatch's whole graph, with everything it saved, from the first half to the second, and its first stage
+does all of its work in the second half. Here the first half is a whole backward in which only the layers' linear modules defer
+their weight gradients: each keeps its input and output gradient, and the graph is freed. Everything else (norms, biases, embedding,
+head, experts) has its gradient after the first half. The head does not defer, because the gradients of its logits are larger than
+everything else. Autograd goes through the graph once, so layers may be recomputed in the first half.
 
 Shapes: ... leading dimensions, I inputs and O outputs of a linear module, N = product of the leading dimensions.
 """
@@ -21,18 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatrain.engine.mesh.tokens import RowWise
+from megatrain.engine.mesh.tensor_collectives import RowWise
 
 
-class Deferred:
-    """The weights' gradients that a stage's linear modules have put off, of the microbatch whose backward ran last."""
+class WeightGradStore:
+    """Deferred weight gradients of a stage's linear modules.
+
+    Attributes:
+        pending: (module, input, output gradient) of the microbatch whose backward ran last, until `take`.
+    """
 
     def __init__(self) -> None:
-        self._puts_off = False
-        self._left: list[tuple[nn.Linear, torch.Tensor, torch.Tensor]] = []
+        self.pending: list[tuple[nn.Linear, torch.Tensor, torch.Tensor]] = []
+        self._defers = False
 
     def install(self, module: nn.Module) -> None:
-        """Let the linear modules inside `module` put off, behind whatever hooks they have or get."""
+        """Make the linear modules inside `module` able to defer, inside whatever hooks they have or get."""
         for inner in module.modules():
             if isinstance(inner, RowWise):
                 inner.product = functools.partial(self._forward, inner, False)  # type: ignore[method-assign]
@@ -40,29 +44,29 @@ class Deferred:
                 inner.forward = functools.partial(self._forward, inner, True)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def putting_off(self) -> Iterator[None]:
-        """Inside, backwards leave the weights' gradients to `take`."""
-        self._puts_off = True
+    def deferring(self) -> Iterator[None]:
+        """Inside, backwards leave the weight gradients to `take`."""
+        self._defers = True
         try:
             yield
         finally:
-            self._puts_off = False
+            self._defers = False
 
     def take(self) -> Callable[[], None]:
-        """What adds the gradients that are left to the weights' `.grad`; they are then no longer kept here."""
-        left, self._left = self._left, []
+        """A function that adds the pending gradients to the weights' `.grad`. It owns them from now on."""
+        taken, self.pending = self.pending, []
 
         @torch.no_grad()
-        def add_up() -> None:
-            while left:
-                linear, input, gradient = left.pop()
-                weight_gradient = _of_weight(input, gradient)
+        def accumulate() -> None:
+            while taken:
+                linear, input, gradient = taken.pop()
+                weight_gradient = _weight_gradient(input, gradient)
                 if linear.weight.grad is None:
                     linear.weight.grad = weight_gradient
                 else:
                     linear.weight.grad += weight_gradient
 
-        return add_up
+        return accumulate
 
     def _forward(self, linear: nn.Linear, with_bias: bool, input: torch.Tensor) -> torch.Tensor:
         bias = linear.bias if with_bias else None
@@ -70,11 +74,11 @@ class Deferred:
             return F.linear(input, linear.weight, bias)
         return _Linear.apply(input, linear.weight, bias, linear, self)  # type: ignore[return-value]
 
-    def later(self, linear: nn.Linear, input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of the weight, None if it was put off."""
-        if not self._puts_off:
-            return _of_weight(input, gradient)
-        self._left.append((linear, input.detach(), gradient))  # detached: `input` knows the graph that made it
+    def weight_gradient(self, linear: nn.Linear, input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of the weight, or None if it is deferred."""
+        if not self._defers:
+            return _weight_gradient(input, gradient)
+        self.pending.append((linear, input.detach(), gradient))  # detached: `input` would keep the graph that made it
         return None
 
 
@@ -83,21 +87,26 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, linear: nn.Linear, by: Deferred
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: nn.Linear,
+        store: WeightGradStore,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.linear, ctx.by = linear, by
+        ctx.linear, ctx.store = linear, store
         return F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         input, weight = ctx.saved_tensors
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-        of_input = gradient @ weight if needs_input else None
-        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
-        return of_input, ctx.by.later(ctx.linear, input, gradient), of_bias, None, None
+        input_gradient = gradient @ weight if needs_input else None
+        bias_gradient = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return input_gradient, ctx.store.weight_gradient(ctx.linear, input, gradient), bias_gradient, None, None
 
 
-def _of_weight(input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """(O, I), by the product that autograd takes for it."""
+def _weight_gradient(input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """(O, I), by the same product as autograd's."""
     return (input.flatten(0, -2).t() @ gradient.flatten(0, -2)).t()

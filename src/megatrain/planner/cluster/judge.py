@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.engine.mesh.layout import Layout
-from megatrain.planner.cluster.clock import Played, StageSeconds, Table, action_table, play
+from megatrain.engine.mesh.pipeline_schedule import Table, action_table
+from megatrain.planner.cluster.clock import Played, StageSeconds, play
 from megatrain.planner.cluster.failures import Goodput, goodput
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.cluster.memory import DEVICE_FRACTION, RankMemory, heaviest_rank
@@ -95,7 +96,7 @@ class Verdict:
         layout = self.way.layout
         sizes = ("tensor", "pipeline", "virtual", "context", "replicate", "shard", "schedule")
         return {
-            "parallel": {**{n: getattr(layout, n) for n in sizes}, "microbatches": layout.pieces},
+            "parallel": {**{n: getattr(layout, n) for n in sizes}, "microbatches": layout.microbatch_count},
             "recompute": self.way.recompute,
             "step_seconds": self.step_s,
             "seconds": dict(self.seconds),
@@ -160,7 +161,7 @@ def estimate(job: Job, way: Way) -> float:
         sum(costs[s].forward.seconds + costs[s].backward.seconds for s in layout.stages_of(rank))
         for rank in range(layout.pipeline)
     )
-    rounds = layout.pieces + (layout.pipeline - 1) / (layout.virtual * (3 if layout.kind.splits_backward else 1))
+    rounds = layout.microbatch_count + (layout.pipeline - 1) / (layout.virtual * (3 if layout.kind.splits_backward else 1))
     once = max(c.first_forward + c.reduce for c in costs)
     return longest * rounds + once
 
@@ -178,7 +179,7 @@ def judge(job: Job, way: Way, memory: RankMemory | None = None) -> Verdict:
     longest = max(range(layout.pipeline), key=lambda rank: played.busy[rank])
     work = Pass()
     for stage in layout.stages_of(longest):
-        work += (costs[stage].forward + costs[stage].backward) * layout.pieces
+        work += (costs[stage].forward + costs[stage].backward) * layout.microbatch_count
         work += Pass(shard=clocked[stage].first_forward)
     own = max(
         sum(job.inventory.stage(parts[s], layout.tensor, layout.fsdp) for s in layout.stages_of(rank))
@@ -209,7 +210,7 @@ def _table(layout: Layout, microbatches: int) -> Table:
 
 def _play(layout: Layout, stages: list[StageSeconds], transfer_s: float) -> Played:
     """See [Note: many microbatches]."""
-    pipeline, pieces = layout.pipeline, layout.pieces
+    pipeline, pieces = layout.pipeline, layout.microbatch_count
     rounds = pieces // pipeline
     if pieces <= MOST_PLAYED * pipeline:
         return play(_table(layout, pieces), stages, transfer_s)
@@ -229,7 +230,7 @@ def flows(job: Job, way: Way) -> dict[Dimension, Flow]:
     """Bytes that the busiest GPU sends in a step, by dimension; see
     engine/mesh/tensor_parallel.py and context_parallel.py."""
     layout, inventory = way.layout, job.inventory
-    parts, pieces = inventory.parts(layout), layout.pieces
+    parts, pieces = inventory.parts(layout), layout.microbatch_count
     hidden = hidden_bytes_sent(job, way) * layout.tensor
     passes = 3 if way.recompute else 2
     layers = max(sum(len(parts[s].layers) for s in layout.stages_of(r)) for r in range(layout.pipeline))

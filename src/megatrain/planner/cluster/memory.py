@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatrain.engine.mesh import memory as mesh
-from megatrain.engine.mesh.actions import Action
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, Part
-from megatrain.planner.cluster.clock import action_table, most_in_flight
+from megatrain.engine.mesh.pipeline_schedule import Action, action_table, peak_in_flight
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR
 from megatrain.units import GIB
@@ -65,7 +64,7 @@ def state_bytes(job: Job, way: Way) -> float:
 
 def _enough(layout: Layout) -> int:
     """So many microbatches that no more of them are ever in flight."""
-    return min(layout.pieces, max(2 * layout.pipeline, layout.least_microbatches))
+    return min(layout.microbatch_count, max(2 * layout.pipeline, layout.min_microbatches))
 
 
 def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[str, float]:
@@ -101,7 +100,7 @@ def _activation_lines(
     for part in own:
         kept = sent * len(part.layers) if way.recompute else sum(saved[shape.groups[i]] for i in part.layers)
         left[part.index] = kept
-    lines = {"activations of microbatches in flight": most_in_flight(actions, left)}
+    lines = {"activations of microbatches in flight": peak_in_flight(actions, left)}
     backward = BACKWARD_FACTOR * max(saved[shape.groups[i]] for part in own for i in part.layers)
     if not way.recompute:  # its own share is among those in flight
         backward *= 1.0 - 1.0 / BACKWARD_FACTOR
@@ -110,8 +109,8 @@ def _activation_lines(
         lines["logits"] = LOGIT_BYTES * _logits_at_once(job, way)
     if layout.pipeline > 1:
         ends = sum((not part.first) + (not part.last) for part in own)
-        lines["receive buffers of the pipeline"] = ends * layout.pieces * sent
-    lines["tokens and labels of a step"] = 2 * 8 * 2 * tokens * layout.pieces
+        lines["receive buffers of the pipeline"] = ends * layout.microbatch_count * sent
+    lines["tokens and labels of a step"] = 2 * 8 * 2 * tokens * layout.microbatch_count
     return lines
 
 

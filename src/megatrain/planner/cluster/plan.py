@@ -179,6 +179,6 @@ def layout_words(way: Way) -> str:
     ]
     if layout.pipeline > 1:
         names.append(layout.schedule + (f" x{layout.virtual}" if layout.virtual > 1 else ""))
-    names.append("1 microbatch" if layout.pieces == 1 else f"{layout.pieces} microbatches")
+    names.append("1 microbatch" if layout.microbatch_count == 1 else f"{layout.microbatch_count} microbatches")
     names.append("recompute" if way.recompute else "keep")
     return ", ".join(names)

@@ -112,7 +112,7 @@ def _paste(plan: ClusterPlan) -> Iterator[str]:
     words = [f"{name}: {size}" for name, size in sizes.items()]
     if layout.pipeline > 1:
         words.append(f"schedule: {layout.schedule}")
-    words.append(f"microbatches: {layout.pieces}")
+    words.append(f"microbatches: {layout.microbatch_count}")
     yield f"    parallel:    {{{', '.join(words)}}}"
     yield f"    activations: {{policy: {'recompute' if best.way.recompute else 'keep'}}}"
     yield f"    checkpoint:  {{every_steps: {best.goodput.every_steps}}}"

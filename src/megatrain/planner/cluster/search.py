@@ -35,7 +35,7 @@ REASONS = {
     "rows per step": "fewer rows than data ranks x microbatches",
     "rounds of schedule": "microbatches do not divide into the schedule's rounds",
     "intermediate_size": "intermediate_size does not divide by tensor",
-    "has not been proven": "the family has not been proven with this dimension",
+    "is not tested with": "the family is not tested with this dimension",
     "plan uses the styles": "the family's tensor-parallel plan is not supported",
     "no tensor-parallel plan": "the family has no tensor-parallel plan",
     "would differ between": "dropout with tensor or context parallel",
@@ -144,7 +144,7 @@ def layouts(job: Job) -> Iterator[Layout]:
                 if data > job.step.rows or pipeline > job.inventory.shape.depth:
                     continue
                 for kind, virtual in _schedules(pipeline, job.inventory.shape.depth):
-                    layout = Layout(tensor, pipeline, virtual, context, 1, data, True, kind)
+                    layout = Layout(tensor, pipeline, virtual, context, 1, data, kind)
                     for pieces in _pieces(job, layout):
                         for replicate in _replicas(job, layout):
                             yield replace(layout, replicate=replicate, shard=data // replicate, microbatches=pieces)
@@ -168,7 +168,7 @@ def _pieces(job: Job, layout: Layout) -> Iterator[int]:
     rows = 1
     while rows <= min(MOST_ROWS, mine):
         pieces = -(-mine // rows)
-        if pieces >= replace(layout, microbatches=None).least_microbatches:
+        if pieces >= replace(layout, microbatches=None).min_microbatches:
             yield pieces
         rows *= 2
 

@@ -21,11 +21,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatrain.engine.mesh.data_parallel import box_of, local, local_parameters, shard
-from megatrain.engine.mesh.devices import Devices, mesh_of
-from megatrain.engine.mesh.engine import plan_parts
+from megatrain.engine.mesh.data_parallel import Devices, box_of, local, local_parameters, mesh_of, shard
 from megatrain.engine.mesh.layout import Coordinate, Layout
-from megatrain.engine.mesh.stage import Part, Stage, cut
+from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts
 from megatrain.engine.mesh.tensor_parallel import parallelize
 from megatrain.errors import UserError
 from megatrain.models.structure import Structure, Unit
