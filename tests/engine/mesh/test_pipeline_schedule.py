@@ -28,8 +28,12 @@ def bubble_of(schedule: str, pipeline: int, virtual: int, microbatches: int) -> 
 
 @pytest.mark.parametrize(
     ("schedule", "pipeline", "virtual", "microbatches"),
-    [("1f1b", 2, 1, 2), ("1f1b", 2, 1, 8), ("1f1b", 4, 1, 8), ("1f1b", 8, 1, 8), ("interleaved", 4, 2, 8), ("interleaved", 4, 4, 8)],
-)  # fmt: skip
+    [
+        *(("1f1b", p, 1, m) for p, m in ((2, 2), (2, 8), (4, 8), (8, 8))),
+        ("interleaved", 4, 2, 8),
+        ("interleaved", 4, 4, 8),
+    ],
+)
 def test_the_bubble_is_the_textbooks(schedule: str, pipeline: int, virtual: int, microbatches: int) -> None:
     """(p - 1) / (v m + p - 1) with stages of equal cost."""
     expected = (pipeline - 1) / (virtual * microbatches + pipeline - 1)

@@ -18,6 +18,7 @@ from megatrain.engine.mesh.rank_metrics import (
     proposed_split,
 )
 
+
 def rank(work_s: float | None = 1.0, busy: float = 1.0, **more: object) -> RankNumbers:
     plain = {"span_s": 2.0, "collectives_s": None, "messages_s": None, "peak_bytes": 100, "costs": {}}
     return RankNumbers(busy_s=busy, work_s=work_s, **{**plain, **more})  # type: ignore[arg-type]

@@ -122,7 +122,9 @@ def test_random_initialisation_is_the_same_in_every_layout(tmp_path):
     model().config.save_pretrained(tmp_path)
 
     def work(layout):
-        with MeshEngine(tmp_path, MeshPlan(layout, compute_dtype="fp32"), init="random", seed=3, device="cpu") as engine:
+        with MeshEngine(
+            tmp_path, MeshPlan(layout, compute_dtype="fp32"), init="random", seed=3, device="cpu"
+        ) as engine:
             return dict(engine.named_parameters())
 
     one = ranks.run(1, work, Layout())[0]
@@ -155,7 +157,9 @@ def test_buffers_of_other_stages_are_saved_as_they_were_loaded(writers, tmp_path
 
     def work(seed, load, save):
         source = families.build(family, seed=seed)
-        with MeshEngine(source, MeshPlan(Layout(pipeline=2), compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
+        with MeshEngine(
+            source, MeshPlan(Layout(pipeline=2), compute_dtype="fp32"), optim=OPTIM, device="cpu"
+        ) as engine:
             engine._desk.writers = writers
             if load:
                 engine.load(load)
@@ -180,7 +184,9 @@ def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
 
     def first_steps():
         source = families.build(family, seed=1)
-        with MeshEngine(source, MeshPlan(Layout(tensor=2, shard=2), compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
+        with MeshEngine(
+            source, MeshPlan(Layout(tensor=2, shard=2), compute_dtype="fp32"), optim=OPTIM, device="cpu"
+        ) as engine:
             losses = [engine.train_step(batch).loss for batch in batches[:2]]
             engine.save(tmp_path / "saved")
             return losses

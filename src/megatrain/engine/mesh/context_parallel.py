@@ -147,9 +147,7 @@ def attention(
     """
     tokens = extras.get(ARGUMENT)
     if not isinstance(tokens, TokenMap):
-        raise UserError(
-            f"{type(module).__name__} does not receive the model's keyword arguments", remedy=UNSUPPORTED
-        )
+        raise UserError(f"{type(module).__name__} does not receive the model's keyword arguments", remedy=UNSUPPORTED)
     _refuse_unknown(module, attention_mask, dropout, sliding_window, extras)
     keys, values = _GatherTokens.apply(torch.stack([key, value]), tokens.group).unbind()  # type: ignore[attr-defined]
     mask = tokens.mask(sliding_window)

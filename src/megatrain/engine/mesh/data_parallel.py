@@ -8,9 +8,9 @@ The loss of a microbatch is already divided by the target tokens of the whole st
 microbatches, never averaged: the divide factor is 1 and every reduction is a sum.
 
 [Note: boxes]
-Tensor parallel splits a parameter along one dimension; FSDP splits the result along dimension 0; both split as `torch.chunk` does.
-So a rank holds a box of the whole parameter: offsets and sizes. Loading, gathering and saving work with boxes and need nothing of
-DTensor's (strided) placements.
+Tensor parallel splits a parameter along one dimension; FSDP splits the result along dimension 0; both split as `torch.chunk`
+does. So a rank holds a box of the whole parameter: offsets and sizes. Loading, gathering and saving work with boxes and need
+nothing of DTensor's (strided) placements.
 
 [Note: what stays in fp32]
 Some families compute their routers in fp32 whatever the rest computes in. An FSDP unit has one compute dtype, so exactly the
@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 

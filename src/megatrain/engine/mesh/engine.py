@@ -268,7 +268,13 @@ class MeshEngine(Engine):
         self._refuse_closed()
         if self._master_dtype == torch.float64:
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
-        state = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None, "extra": extra or {}}
+        state = {
+            "step": self.step,
+            "updates": self.updates,
+            "seed": self.seed,
+            "loss_scale": None,
+            "extra": extra or {},
+        }
         with self.watch("save"):
             options = SaveOptions(not background, weights_only, on_error, buffer_bytes, then)
             return self._desk.start(Path(folder), state, options)
@@ -462,7 +468,8 @@ class MeshEngine(Engine):
             self._compile_layers(stage.own_layers())
         if self.plan.recompute:
             for layer in stage.own_layers():
-                layer.forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)  # type: ignore[method-assign]
+                forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)
+                layer.forward = forward  # type: ignore[method-assign]
         policy = BF16_POLICY if self._compute_dtype == torch.bfloat16 else MASTERS_POLICY
         boxes = shard(stage, self.devices, policy, layout.pipeline > 1, self._fp32_names)
         if not part.first or layout.tensor > 1:

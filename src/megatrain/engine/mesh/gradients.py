@@ -3,10 +3,10 @@
 sum the tensor ranks' shares -> sum tied parameters -> one global norm -> one decision -> clip -> step
 
 [Note: distinct elements]
-The global norm counts every element of every parameter once, wherever it lives. Some of a rank's local gradients are copies: all of
-them on replicate ranks above 0; on tensor ranks above 0 those of parameters that tensor ranks hold whole; those of a tie's second
-end. Copies count as zero, and the squares of all ranks are summed in fp64. (DTensor's own norms would have to handle FSDP's
-`_StridedShard`, which does not count as a shard.)
+The global norm counts every element of every parameter once, wherever it lives. Some of a rank's local gradients are copies: all
+of them on replicate ranks above 0; on tensor ranks above 0 those of parameters that tensor ranks hold whole; those of a tie's
+second end. Copies count as zero, and the squares of all ranks are summed in fp64. (DTensor's own norms would have to handle
+FSDP's `_StridedShard`, which does not count as a shard.)
 
 [Note: one decision]
 One collective sums loss and squared norm over all ranks, and every rank reads the same two numbers: if either is not finite, all

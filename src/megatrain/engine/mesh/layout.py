@@ -3,10 +3,10 @@
 Pure plain data: no torch, no process group.
 
 [Note: the order of ranks]
-Ranks are numbered over (pipeline, replicate, shard, context, tensor), tensor fastest: tensor neighbours exchange the most data and
-share a host, pipeline neighbours exchange the least and may be far apart. Shard and context ranks together hold one copy of the
-parameters (FSDP shards over both): the ranks of a context group see different tokens of the same rows, which for a gradient is the
-same as seeing different rows.
+Ranks are numbered over (pipeline, replicate, shard, context, tensor), tensor fastest: tensor neighbours exchange the most data
+and share a host, pipeline neighbours exchange the least and may be far apart. Shard and context ranks together hold one copy of
+the parameters (FSDP shards over both): the ranks of a context group see different tokens of the same rows, which for a gradient
+is the same as seeing different rows.
 
 Shapes: B rows of the whole step, T tokens per row.
 """

@@ -3,8 +3,8 @@
 [Note: out of memory]
 One rank's step fails, and the others wait for it in collectives that it cannot enter again. So its process ends with the exit
 code of a hang, and before that counts one up in RUN/denser. torchrun starts all again; they go on from the newest checkpoint
-with that many reductions of the plan (`MeshPlan.reduced`). Whoever wants to keep it writes it into the config; whoever does not removes
-the file.
+with that many reductions of the plan (`MeshPlan.reduced`). Whoever wants to keep it writes it into the config; whoever does not
+removes the file.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
 [Note: one schedule per shape]
 torch's stages allocate their receive buffers for one shape, and gloo delivers a shorter message into a longer buffer without an
 error, leaving stale rows. So a torch stage and schedule are made for each shape of a microbatch. They hold no parameters, but
-receive buffers for all microbatches, so only those of the latest shapes are kept. Shapes are given statically: nothing is inferred
-by a trial run.
+receive buffers for all microbatches, so only those of the latest shapes are kept. Shapes are given statically: nothing is
+inferred by a trial run.
 
 [Note: evaluation]
 Evaluation has its own loop instead of `schedule.eval`, which would switch torch's stages to forward-only and back, and make FSDP
 reduce in between.
 
 [Note: order of messages]
-NCCL runs the messages between two ranks in the order in which each of them issued them, and a large send ends only when the other
-side receives. Gloo's messages wait for nothing, so an order that deadlocks shows up on GPUs only. In evaluation both ends of every
-pair therefore issue a stage's messages together: first all receives, then all sends.
+NCCL runs the messages between two ranks in the order in which each of them issued them, and a large send ends only when the
+other side receives. Gloo's messages wait for nothing, so an order that deadlocks shows up on GPUs only. In evaluation both ends
+of every pair therefore issue a stage's messages together: first all receives, then all sends.
 
 Shapes: B rows, T tokens, padded to multiples the layout divides; L = T / context tokens of one rank.
 """

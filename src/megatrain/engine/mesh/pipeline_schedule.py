@@ -4,15 +4,16 @@ The tables are those of the torch schedules that pipeline.py runs, so measured a
 
 [Note: bubble]
 An action is one forward or backward of one stage on one microbatch. A rank's busy time is the sum of its actions; a step's span
-runs from the common start of the forward to the end of the last action on any rank. The bubble is the share of all ranks' time that
-is not busy: 1 - sum(busy) / (ranks x span). The measured bubble also contains waits for messages between stages. The simulated
-bubble plays the schedule's table with given durations; with measured means and free messages, the difference between the two is
-communication and jitter.
+runs from the common start of the forward to the end of the last action on any rank. The bubble is the share of all ranks' time
+that is not busy: 1 - sum(busy) / (ranks x span). The measured bubble also contains waits for messages between stages. The
+simulated bubble plays the schedule's table with given durations; with measured means and free messages, the difference between
+the two is communication and jitter.
 
 [Note: what the simulation assumes]
 A rank runs its actions one at a time, in the table's order. An action starts when the rank is free and its inputs are there: a
-forward needs the previous stage's forward; a backward needs its own forward and the next stage's backward; each arrives `transfer_s`
-later if another rank holds that stage. Two actions that a schedule overlaps run one after the other, because they share one GPU.
+forward needs the previous stage's forward; a backward needs its own forward and the next stage's backward; each arrives
+`transfer_s` later if another rank holds that stage. Two actions that a schedule overlaps run one after the other, because they
+share one GPU.
 """
 
 from __future__ import annotations

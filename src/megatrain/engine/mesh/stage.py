@@ -1,13 +1,14 @@
 """A stage: the part of a Hugging Face model held by one pipeline rank, run by Hugging Face's own forward.
 
 [Note: how a model is cut]
-The model is copied on meta, and every module of another stage is replaced by a placeholder without parameters; the remaining modules
-keep their names, so checkpoints fit. Hugging Face's forward of the base model runs unchanged on every stage. The first stage passes
-it token ids. A later stage passes zeros of the right shape as `inputs_embeds`: Hugging Face makes masks and rotary tables from
-their shape, scales them as the family scales embeddings, and sends them through the placeholder layers, which return their input.
-A hook in front of the stage's first own layer then replaces them with the hidden states received from the previous stage. So
-whatever a family does to its embeddings (granite and gemma scale them) happens once, on the first stage, without family-specific
-code here. Families that pass more than hidden states between layers compute something else; `verify_cut` detects them.
+The model is copied on meta, and every module of another stage is replaced by a placeholder without parameters; the remaining
+modules keep their names, so checkpoints fit. Hugging Face's forward of the base model runs unchanged on every stage. The first
+stage passes it token ids. A later stage passes zeros of the right shape as `inputs_embeds`: Hugging Face makes masks and rotary
+tables from their shape, scales them as the family scales embeddings, and sends them through the placeholder layers, which return
+their input. A hook in front of the stage's first own layer then replaces them with the hidden states received from the previous
+stage. So whatever a family does to its embeddings (granite and gemma scale them) happens once, on the first stage, without
+family-specific code here. Families that pass more than hidden states between layers compute something else; `verify_cut` detects
+them.
 
 [Note: tokens of a tensor group]
 With tensor parallel the residual stream is split by tokens over the ranks of the group (sequence parallel), from the first own

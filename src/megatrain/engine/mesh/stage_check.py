@@ -77,7 +77,9 @@ def verify_cut(model: nn.Module, batch: dict[str, torch.Tensor], stages: int = 2
             state = stage(state, labels=labels)
         loss, got = gradients(state.sum())
     except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
-        raise UserError(f"a chain of stages does not run: {type(error).__name__}: {error}", where, CANNOT_CUT) from error
+        raise UserError(
+            f"a chain of stages does not run: {type(error).__name__}: {error}", where, CANNOT_CUT
+        ) from error
     differences = []
     if not abs(loss - want_loss) <= tolerance * abs(want_loss):
         differences.append(f"loss {loss:.6f} instead of {want_loss:.6f}")

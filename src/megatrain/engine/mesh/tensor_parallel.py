@@ -13,8 +13,9 @@ computes its share of heads or columns, and its row-wise output scatters the sum
 reduce-scatter forward, the reverse backward. So a layer has two of each in either direction, and nothing else moves.
 
 [Note: shares of gradients]
-Parameters that every tensor rank holds whole (norms, routers, biases of row-wise products, a whole attention) see different tokens
-or heads on each rank, so their gradient is this rank's share of a sum, whatever the module. `Gradients` sums the shares once a step.
+Parameters that every tensor rank holds whole (norms, routers, biases of row-wise products, a whole attention) see different
+tokens or heads on each rank, so their gradient is this rank's share of a sum, whatever the module. `Gradients` sums the shares
+once a step.
 
 [Note: whole attention]
 If heads or key-value heads do not divide, every rank computes the whole attention: it gathers the tokens, its projections are
@@ -26,12 +27,12 @@ Embedding and head are split by rows of the vocabulary as `torch.chunk` does: ce
 Logits are never gathered.
 
 [Note: experts of a tensor group]
-Hugging Face keeps a layer's experts in matrices stacked by expert, (E, out, in). They are split by expert, E / tensor on each rank:
-whole experts instead of slices of each, so that a rank's part stays one box of the parameter and a product keeps its width. The
-block gathers the tokens once at its entry, like any other. The router runs on all of them on every rank and chooses the same
-everywhere; a rank picks the (token, expert) pairs of its own experts, runs them through Hugging Face's own code as tokens with one
-expert each, and sums the results by token. That is a partial sum, which is scattered to tokens at the block's exit. For the router
-and the incoming tokens, each rank's gradient is a partial sum too: its own experts' share.
+Hugging Face keeps a layer's experts in matrices stacked by expert, (E, out, in). They are split by expert, E / tensor on each
+rank: whole experts instead of slices of each, so that a rank's part stays one box of the parameter and a product keeps its
+width. The block gathers the tokens once at its entry, like any other. The router runs on all of them on every rank and chooses
+the same everywhere; a rank picks the (token, expert) pairs of its own experts, runs them through Hugging Face's own code as
+tokens with one expert each, and sums the results by token. That is a partial sum, which is scattered to tokens at the block's
+exit. For the router and the incoming tokens, each rank's gradient is a partial sum too: its own experts' share.
 
 [Note: a rank without pairs]
 A microbatch may leave a rank's experts without a token. Tokens, router and parameters take part in the graph anyway, with zero
@@ -110,12 +111,11 @@ def _mixture_block(block: nn.Module, group: TensorGroup) -> None:
     scatter_at_exit(block, group)
 
 
-def own_experts(experts: nn.Module, group: TensorGroup) -> None:
+def own_experts(experts: Any, group: TensorGroup) -> None:
     """Let a module of E experts compute with the E / tensor experts whose parameters it holds."""
-    count = experts.num_experts // group.size  # type: ignore[operator]
-    experts.num_experts = count  # type: ignore[assignment]
-    forward = partial(_own_experts_forward, experts, type(experts).forward, count * group.rank, count)
-    experts.forward = forward  # type: ignore[method-assign]
+    count = experts.num_experts // group.size
+    experts.num_experts = count
+    experts.forward = partial(_own_experts_forward, experts, type(experts).forward, count * group.rank, count)
 
 
 def _own_experts_forward(

@@ -1,11 +1,11 @@
 """Zero-bubble weight gradients: the second half of a backward, for schedules that split it.
 
 [Note: two halves]
-torch's own split keeps a microbatch's whole graph, with everything it saved, from the first half to the second, and its first stage
-does all of its work in the second half. Here the first half is a whole backward in which only the layers' linear modules defer
-their weight gradients: each keeps its input and output gradient, and the graph is freed. Everything else (norms, biases, embedding,
-head, experts) has its gradient after the first half. The head does not defer, because the gradients of its logits are larger than
-everything else. Autograd goes through the graph once, so layers may be recomputed in the first half.
+torch's own split keeps a microbatch's whole graph, with everything it saved, from the first half to the second, and its first
+stage does all of its work in the second half. Here the first half is a whole backward in which only the layers' linear modules
+defer their weight gradients: each keeps its input and output gradient, and the graph is freed. Everything else (norms, biases,
+embedding, head, experts) has its gradient after the first half. The head does not defer, because the gradients of its logits are
+larger than everything else. Autograd goes through the graph once, so layers may be recomputed in the first half.
 
 Shapes: ... leading dimensions, I inputs and O outputs of a linear module, N = product of the leading dimensions.
 """

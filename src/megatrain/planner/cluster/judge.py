@@ -161,7 +161,9 @@ def estimate(job: Job, way: Way) -> float:
         sum(costs[s].forward.seconds + costs[s].backward.seconds for s in layout.stages_of(rank))
         for rank in range(layout.pipeline)
     )
-    rounds = layout.microbatch_count + (layout.pipeline - 1) / (layout.virtual * (3 if layout.kind.splits_backward else 1))
+    rounds = layout.microbatch_count + (layout.pipeline - 1) / (
+        layout.virtual * (3 if layout.kind.splits_backward else 1)
+    )
     once = max(c.first_forward + c.reduce for c in costs)
     return longest * rounds + once
 

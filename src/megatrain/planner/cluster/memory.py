@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from megatrain.engine.mesh import memory as mesh
 from megatrain.engine.mesh.layout import Layout
-from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, Part
 from megatrain.engine.mesh.pipeline_schedule import Action, action_table, peak_in_flight
+from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, Part
 from megatrain.planner.cluster.job import Job, Way
 from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR
 from megatrain.units import GIB
