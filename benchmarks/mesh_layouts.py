@@ -31,7 +31,7 @@ from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh import launch
 from megatrain.engine.mesh.comm_overlap import Shares, kernels_of, shares
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.engine.mesh.rank_metrics import gather, numbers_of_all, numbers_of_rank
 from megatrain.optim.adamw import AdamW
 
@@ -120,9 +120,8 @@ def mesh_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
     device = launch.device_of_rank("auto")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with MeshEngine(
-        config_folder(given), layout, optim=OPTIM, init="random", seed=0, compile=compiled, compute_dtype="bf16"
-    ) as engine:
+    plan = MeshPlan(layout, compile=compiled, compute_dtype="bf16")
+    with MeshEngine(config_folder(given), plan, optim=OPTIM, init="random", seed=0) as engine:
         start_s = time.perf_counter() - started
         say(f"{name}: engine made in {start_s:.1f} s")
         losses, norms, seconds = [], [], []

@@ -18,7 +18,7 @@ from transformers import Qwen3Config
 
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh.engine import MeshEngine
-from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.optim.adamw import AdamW
 
 QWEN3_4B = {
@@ -53,21 +53,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Qwen3Config(**QWEN3_4B, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
         started = time.perf_counter()
-        layout = Layout(microbatches=arguments.microbatches)
-        common: dict[str, Any] = {
-            "device": "cuda",
-            "compute_dtype": "bf16",
-            "optim": optim,
-            "init": "random",
-            "seed": 0,
-        }
-        with MeshEngine(folder, layout, recompute=True, compile=arguments.compile, **common) as engine:
+        plan = MeshPlan(Layout(microbatches=arguments.microbatches), True, arguments.compile, "bf16")
+        common: dict[str, Any] = {"device": "cuda", "optim": optim, "init": "random", "seed": 0}
+        with MeshEngine(folder, plan, **common) as engine:
             report("mesh", engine, batches, time.perf_counter() - started)
             del engine
         torch.cuda.empty_cache()
         if arguments.host:
             started = time.perf_counter()
-            with HostEngine(folder, **common) as engine:
+            with HostEngine(folder, compute_dtype="bf16", **common) as engine:
                 report("host", engine, batches, time.perf_counter() - started)
 
 
