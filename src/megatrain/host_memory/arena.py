@@ -1,10 +1,9 @@
-"""Exact-size host memory that can be pinned in bounded chunks.
+"""Host memory of an exact size, pinned in bounded chunks.
 
 [Note: arena lifetime]
-The mapping belongs to an anonymous `mmap` object. Every tensor that `Arena.tensor` returns holds a reference to it,
-so the memory stays mapped until the arena *and* the last of its tensors are gone; no tensor ever points to unmapped
-memory. The pins belong to the arena: `unregister()`, `close()` or the arena's garbage collection takes them off. The
-owner must wait for its device streams before that, because a copy in flight needs the pin.
+The mapping belongs to an anonymous `mmap` object. Every tensor returned by `Arena.tensor` holds a reference to it, so the memory
+stays mapped until the arena *and* the last of its tensors are gone. The pins belong to the arena: `unregister()`, `close()` or
+garbage collection of the arena removes them. The owner must wait for its device streams first: a copy in flight needs the pin.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from megatrain.units import gib
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
-# 4 GiB take about 0.65 s. Hundreds of small registrations take minutes; one huge one fails where several succeed.
+# 4 GiB take about 0.65 s. Hundreds of small registrations take minutes; a huge one fails where several succeed.
 CHUNK_BYTES = 4 << 30
 
 
 class PinRefused(MegatrainError):
-    """The system does not pin as much memory as was asked for. Nothing of this arena is pinned any more.
+    """The system refused to pin an arena. Nothing of it is pinned.
 
     Attributes:
-        pinned_bytes: What was pinned before the refusal; a hint at the limit.
-        asked_bytes: What the whole arena needs.
-        code: The CUDA error code.
+        pinned_bytes: Bytes pinned before the refusal, a hint at the limit.
+        asked_bytes: Size of the arena.
+        code: CUDA error code.
     """
 
     def __init__(self, pinned_bytes: int, asked_bytes: int, code: int, reason: str):
@@ -49,7 +48,7 @@ class PinRefused(MegatrainError):
 
 
 class HostPinner(Protocol):
-    """What an arena needs of the CUDA runtime. A call returns 0 or an error code; none raises."""
+    """The part of the CUDA runtime that an arena uses. `register` and `unregister` return 0 or an error code."""
 
     def register(self, address: int, size_bytes: int) -> int: ...
 
@@ -60,15 +59,13 @@ class HostPinner(Protocol):
 
 @dataclass(frozen=True)
 class _Pin:
-    """One registration."""
-
     pinner: HostPinner
     address: int
     size_bytes: int
 
 
 class CudaPinner:
-    """Page-locks memory for the DMA engines of all CUDA devices. Calls block; pages are made resident first."""
+    """Page-locks memory for all CUDA devices. Calls block: they fault the pages in first."""
 
     # Portable: the pin holds for every device context of the process, not only for the current one.
     _PORTABLE = 1
@@ -95,24 +92,19 @@ class CudaPinner:
 
 
 def cuda_pinner() -> CudaPinner | None:
-    """The pinner of this machine, or None where there is no CUDA device and so nothing to pin for."""
+    """The pinner of this machine, or None without a CUDA device."""
     return CudaPinner() if torch.cuda.is_available() else None
 
 
 class Arena:
-    """Anonymous memory of exactly the bytes asked for, rounded up to whole pages; zero until written.
-
-    The system provides a page when it is first touched or pinned, so an untouched range costs nothing.
-
-    Args:
-        size_bytes: Bytes needed.
+    """Anonymous memory, zero until written. The system provides a page when it is first touched or pinned.
 
     Attributes:
-        nbytes: Bytes mapped, `size_bytes` in whole pages.
+        nbytes: Bytes mapped: `size_bytes` rounded up to whole pages.
         address: Of the first byte, page aligned.
 
     Raises:
-        PlanRefused: The system does not map that much memory.
+        PlanRefused: The system refuses to map the memory.
     """
 
     def __init__(self, size_bytes: int):
@@ -120,7 +112,7 @@ class Arena:
         self.size_bytes = size_bytes
         self.nbytes = page_ceil(max(size_bytes, 1))
         try:
-            # Private: shared anonymous memory is counted and limited as shmem, and has its own switch for huge pages.
+            # Private: shared anonymous memory counts as shmem, which has its own limit and its own switch for huge pages.
             self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise PlanRefused(f"the system refuses to map {gib(self.nbytes)} of host memory: {error}") from error
@@ -128,12 +120,12 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._pins: list[_Pin] = []
         self._closed = False
-        # An arena that is dropped without close() must not leave pins on addresses that the system gives away again.
-        # At exit the driver takes them off itself, and its library may be gone before Python's exit handlers run.
+        # An arena dropped without close() must not leave pins on addresses that the system reuses. At exit the driver removes
+        # them itself, and its library may be gone before Python's exit handlers run.
         weakref.finalize(self, _unpin_all, self._pins).atexit = False
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of (numel,) on this memory; see [Note: arena lifetime]."""
+        """A flat tensor (numel,) on this memory. See [Note: arena lifetime]."""
         assert not self._closed, "the arena is closed"
         end_bytes = offset_bytes + numel * dtype.itemsize
         assert 0 <= offset_bytes <= end_bytes <= self.size_bytes, (offset_bytes, end_bytes, self.size_bytes)
@@ -149,24 +141,24 @@ class Arena:
     def register(
         self, cuts: Sequence[int], *, pinner: HostPinner | None = None, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Pins the whole arena. Blocks; touches every page. Does nothing without a CUDA device and without `pinner`.
+        """Pin the whole arena. Blocks and touches every page. Does nothing without a CUDA device and without `pinner`.
 
         Args:
-            cuts: Offsets at which a registration may end, in bytes, page aligned: the boundaries between units. No
-                copy may cross the border of two registrations, so what is copied at once must lie between two cuts.
-            pinner: Who pins; the machine's `cuda_pinner()` if not given.
+            cuts: Page-aligned offsets in bytes at which a registration may end: the boundaries between units. No copy may cross
+                from one registration into another.
+            pinner: By default `cuda_pinner()`.
             chunk_bytes: See `plan_chunks`.
 
         Raises:
-            PinRefused: Nothing is pinned then, and the arena goes on as ordinary memory.
+            PinRefused: Nothing is pinned; the arena remains usable as pageable memory.
         """
         assert not self._closed, "the arena is closed"
         assert not self._pins, "the arena is registered already"
         pinner = pinner or cuda_pinner()
         if pinner is None:
             return
-        # After a fork, the first write to a shared page moves the parent to a new page, while the DMA engine goes on
-        # with the old one. So children do not get pinned memory at all.
+        # After a fork, the first write to a shared page moves the parent to a new page while the DMA engine keeps using the old
+        # one. So children do not get pinned memory at all.
         _advise(self._memory, "MADV_DONTFORK")
         for start, end in plan_chunks(self.nbytes, cuts, chunk_bytes):
             code = pinner.register(self.address + start, end - start)
@@ -177,13 +169,13 @@ class Arena:
             self._pins.append(_Pin(pinner, self.address + start, end - start))
 
     def unregister(self) -> None:
-        """Takes all pins off; the memory stays, with its contents. Does nothing where nothing is pinned."""
+        """Remove all pins. The memory keeps its contents."""
         if not self._closed:
             _unpin_all(self._pins)
             _advise(self._memory, "MADV_DOFORK")
 
     def close(self) -> None:
-        """Takes the pins off and gives up the memory; see [Note: arena lifetime]. A second call does nothing."""
+        """Unpin and release the memory, see [Note: arena lifetime]. A second call does nothing."""
         if not self._closed:
             self.unregister()
             self._closed = True
@@ -204,18 +196,12 @@ def page_ceil(size_bytes: int) -> int:
 
 
 def plan_chunks(mapped_bytes: int, cuts: Sequence[int], chunk_bytes: int) -> list[tuple[int, int]]:
-    """Covers `[0, mapped_bytes)` with ranges that end only at cuts (or at the end).
-
-    Each range takes in as many cuts as fit into `chunk_bytes`. One stretch between two cuts is never divided, so a
-    stretch longer than that is a range of its own.
+    """(start, end) ranges that cover `[0, mapped_bytes)` in order and end only at cuts (or at the end).
 
     Args:
         mapped_bytes: End of the last range.
-        cuts: Page-aligned offsets, in any order; 0 and `mapped_bytes` may be among them.
-        chunk_bytes: Most bytes of a range of several stretches.
-
-    Returns:
-        (start, end) offsets in bytes, in order, without gaps.
+        cuts: Page-aligned offsets in any order; may include 0 and `mapped_bytes`.
+        chunk_bytes: Each range extends to the last cut within this length, or to its first cut if that is farther.
     """
     astray = [cut for cut in cuts if cut % PAGE_BYTES or not 0 <= cut <= mapped_bytes]
     assert not astray, f"cuts off the page grid or outside the arena of {mapped_bytes} bytes: {astray}"
@@ -234,13 +220,13 @@ def _unpin_all(pins: list[_Pin]) -> None:
         pin = pins.pop()
         code = pin.pinner.unregister(pin.address)
         if code != 0:
-            # Nothing depends on it any more: the memory only stays locked until the process ends.
+            # Harmless: the memory only stays locked until the process ends.
             reason = pin.pinner.explain(code)
             logger.warning("could not unpin %s of host memory: CUDA error %d, %s", gib(pin.size_bytes), code, reason)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
-    """Huge pages and fork behaviour are Linux's; elsewhere the memory works without them."""
+    """Give Linux advice about huge pages or forks. The memory works without it."""
     option = getattr(mmap, name, None)
     if option is None:
         return
@@ -251,10 +237,6 @@ def _advise(memory: mmap.mmap, name: str) -> None:
 
 
 def _forget_last_cuda_error() -> None:
-    """Clears the error that the CUDA runtime remembers.
-
-    torch reads it after its next kernel launch and would report our refused pin there, as the failure of an innocent
-    kernel.
-    """
+    """Clear the CUDA runtime's last error: torch would report the refused pin as the failure of its next kernel launch."""
     major = (torch.version.cuda or "").split(".")[0]
     ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()

@@ -1,10 +1,10 @@
-"""How much host memory this process may still take.
+"""Host memory that this process can still allocate.
 
 [Note: control groups]
-Batch systems and containers limit memory by control groups, which are nested: the job's, the step's, the user's slice. The
-limit that ends a process with signal 9 is that of *any* group above it, so every one of them is asked. Both versions exist:
-version 2 has one tree, version 1 a tree per controller; a process's places in them are the lines of /proc/self/cgroup. Inside
-a container these may name groups of the host's tree, which are not mounted: then the root of the mount is the own group.
+Batch systems and containers limit memory by nested control groups: the job's, the step's, the user's slice. Exceeding the limit
+of *any* group above a process kills it with signal 9, so all of them are read. Version 2 has one tree, version 1 a tree per
+controller; the lines of /proc/self/cgroup are the process's places in them. Inside a container these may name groups of the
+host's tree, which are not mounted: the root of the mount is then the process's group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class _Tree:
-    """Where a tree of control groups is mounted, and how it names limit and usage (bytes)."""
+    """Mount point of a tree of control groups, and its file names for limit and usage (bytes)."""
 
     root: Path
     limit: str
@@ -29,16 +29,16 @@ class _Tree:
 
 
 def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
-    """The least of what the system has available and what each control group above this process leaves.
+    """Minimum of the system's available memory and the headroom of every control group above this process.
 
     Args:
-        cgroup_root, membership: Where the kernel tells of control groups; other places in tests.
+        cgroup_root, membership: The kernel's files about control groups; replaced in tests.
     """
     return min([int(psutil.virtual_memory().available), *_left_in_groups(cgroup_root, _read(membership))])
 
 
 def _left_in_groups(root: Path, membership: str) -> Iterator[int]:
-    """Bytes that each limited group leaves. See [Note: control groups]."""
+    """Headroom in bytes of each limited group. See [Note: control groups]."""
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -57,18 +57,18 @@ def _left_in_groups(root: Path, membership: str) -> Iterator[int]:
 
 
 def _left_in_group(folder: Path, tree: _Tree) -> int | None:
-    """What the limit of one group leaves, None where it has none. Page cache that the kernel would give back is free."""
+    """Headroom of one group in bytes, None without a limit. Page cache that the kernel would reclaim counts as free."""
     limit, usage = _read(folder / tree.limit).strip(), _read(folder / tree.usage).strip()
     if not limit.isdigit() or not usage.isdigit():
-        return None  # `max`, or no such group here
+        return None  # `max`, or the group does not exist here
     statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-    # Usage counts the groups below too. So does `inactive_file` in version 2; version 1 has a total for it.
+    # Usage includes the groups below. So does `inactive_file` in version 2; version 1 has a separate total.
     cache = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
     return max(0, int(limit) - int(usage) + int(cache))
 
 
 def _read(path: Path) -> str:
-    """A file of the kernel's; empty where this system does not have it."""
+    """A kernel file's text; empty if it does not exist."""
     try:
         return path.read_text()
     except OSError:

@@ -1,7 +1,6 @@
-"""Flat layouts: where each tensor of a unit lies in the unit's one contiguous range.
+"""Flat layouts: offsets of a unit's tensors in its one contiguous range. Pure.
 
-A unit's weights, moments and gradients all use the same layout, so that one large copy moves a whole unit and one kernel
-updates it. Pure: nothing here touches a device.
+All planes of a unit share the layout, so one large copy moves a unit and one kernel updates it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cached_property
 import torch
 
 ALIGN_ELEMENTS = 64
-"""Every tensor starts at a multiple of this: 128 bytes in bf16, what matrix kernels and vector loads want."""
+"""Tensors start at multiples of this: 128 bytes in bf16, for matrix kernels and vector loads."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,6 @@ class Entry:
 
     Attributes:
         name: Name inside the unit (`self_attn.q_proj.weight` for a layer, the full name for embedding and head).
-        shape: Its shape.
         offset: First element in the flat range.
     """
 
@@ -42,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Names to offsets. Elements between two entries are padding: zero in every plane, for ever."""
+    """Names to offsets. Elements between two entries are padding: always zero in every plane."""
 
     entries: tuple[Entry, ...]
     numel: int
@@ -63,7 +61,7 @@ class FlatLayout:
 
     @cached_property
     def param_count(self) -> int:
-        """Elements that are parameters, without padding."""
+        """Elements without padding."""
         return sum(entry.numel for entry in self.entries)
 
     @cached_property

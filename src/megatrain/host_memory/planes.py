@@ -1,15 +1,11 @@
-"""The exact split of an fp32 master weight into the two planes that a unit keeps of it.
+"""The exact split of an fp32 master into two 16-bit planes, in torch on any device; `optim/kernels.py` fuses it with the update.
 
-`bits(master) == (hi << 16) + lo` in wrapping int32 arithmetic, where `hi` is bf16 (its 16 bits read as int16) and
-`lo` is int16. `hi = (bits + 0x8000) >> 16` is the master rounded to the nearest bf16, so it can be streamed as the
-compute weight as it is. Ties go away from zero, unlike torch's cast (ties to even): a tie rounded down would need
-lo = +32768, which int16 does not have.
+`bits(master) == (hi << 16) + lo` in wrapping int32 arithmetic, where `hi` is bf16 (its bits read as int16) and `lo` is int16.
+`hi = (bits + 0x8000) >> 16` is the master rounded to the nearest bf16, so it is the compute weight as it is. Ties round away from
+zero, unlike torch's cast (ties to even): rounded down, a tie would need lo = +32768, which int16 does not have.
 
-Integer arithmetic wraps, so the pair restores every bit pattern: subnormals, infinities, NaN payloads. Two things
-follow for `hi` alone: a finite master above the largest bf16 rounds to infinity, and a NaN may look like infinity or
-zero. Neither is of concern to the engine, whose guard keeps masters finite.
-
-This is the plain torch reference, on any device. `optim/kernels.py` does the same arithmetic inside its update loop.
+Integer arithmetic wraps, so the pair restores every bit pattern: subnormals, infinities, NaN payloads. `hi` alone turns a finite
+master above the largest bf16 into infinity, and may turn a NaN into infinity or zero; the finite guard keeps masters from both.
 """
 
 from __future__ import annotations
@@ -17,18 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bounds the int32 temporaries to a few times 16 MiB, whatever the size of a unit.
+# Bounds the int32 temporaries to a few times 16 MiB.
 _BLOCK_NUMEL = 1 << 22
 
 
 def split_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
-    """Writes both planes of `master`, exactly.
-
-    Args:
-        master: fp32, any shape, contiguous.
-        hi: bf16, contiguous, as many elements; written.
-        lo: int16, contiguous, as many elements; written.
-    """
+    """Write `master` (fp32) to the planes `hi` (bf16) and `lo` (int16), exactly. All contiguous, of equal size."""
     _check_planes(hi, lo)
     _check_master(master, hi)
     bits_N, hi_bits_N, lo_N = master.view(-1).view(torch.int32), hi.view(-1).view(torch.int16), lo.view(-1)
@@ -40,15 +30,9 @@ def split_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 
 def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
-    """The fp32 master of two planes, exactly.
+    """The exact fp32 master of the planes `hi` (bf16) and `lo` (int16), in `out` or a new tensor of `hi`'s shape.
 
-    Args:
-        hi: bf16, contiguous, any shape.
-        lo: int16, contiguous, as many elements.
-        out: fp32, contiguous, as many elements; a new tensor of `hi`'s shape if not given.
-
-    Returns:
-        `out`.
+    All contiguous, of equal size.
     """
     _check_planes(hi, lo)
     if out is None:

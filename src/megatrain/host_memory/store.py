@@ -1,10 +1,9 @@
-"""The host store: the planes of every unit, in ordinary or pinned host memory.
+"""The host store: the planes of every unit, in pageable or pinned host memory, or on the device.
 
 [Note: what is pinned]
-Only what a DMA engine reads or writes needs pinned memory: the hi planes (source of weight copies) and the gradient planes
-(destination of gradient copies). lo and the optimizer's states are touched by host threads alone and stay pageable. Each
-plane kind is one arena for all units; a unit starts at a page, so that registration chunks end between units and no copy
-crosses two of them.
+Only memory that DMA reads or writes is pinned: the hi planes (source of weight copies) and the gradient planes (destination of
+gradient copies). lo and the optimizer's states are touched by host threads alone and stay pageable. Each plane kind is one arena
+for all units. Units start at pages, so that registration chunks end between units and no copy crosses two of them.
 """
 
 from __future__ import annotations
@@ -16,24 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.host_memory import planes as plane_math
-from megatrain.host_memory.arena import Arena
+from megatrain.host_memory.arena import Arena, page_ceil
 from megatrain.host_memory.layout import FlatLayout
-
-PAGE_BYTES = 4096
 
 
 @dataclass
 class UnitPlanes:
-    """The state of one unit: flat tensors (layout.numel,) on the host.
+    """The planes of one unit: flat tensors (layout.numel,).
 
     Attributes:
-        name: The unit's name.
-        layout: Names to offsets, the same for every plane.
-        hi: bf16, the master rounded to nearest and the compute weight; or fp32, the master itself, when lo is None.
+        hi: bf16, the master rounded to nearest and the compute weight; or the fp32 master itself if lo is None.
         lo: int16, the rest: `bits(master) = (hi << 16) + lo`.
-        states: What the optimizer keeps of every element, by name (AdamW: m and v).
-        grad: bf16 or fp32 gradients of the step; None where AdamW eats gradients as they arrive, and between the steps of a
-            resident unit, whose gradient exists only from its backward to its update.
+        states: The optimizer's states by name (AdamW: m and v).
+        grad: Gradient of the step, bf16 or fp32. None if the update is fused with the arrival of gradients; a resident unit's
+            gradient exists only from its backward to its update.
+        resident: The planes are on the training device instead of in host memory.
     """
 
     name: str
@@ -43,24 +39,23 @@ class UnitPlanes:
     states: dict[str, torch.Tensor]
     grad: torch.Tensor | None = None
     resident: bool = False
-    """The planes are on the training device, not in the host's arenas."""
 
     @classmethod
     def of(
         cls, name: str, layout: FlatLayout, planes: Mapping[str, torch.Tensor], resident: bool = False
     ) -> UnitPlanes:
-        """From planes by kind: hi, lo where there is one, grad where there is one, and all others are states."""
+        """A unit from planes by kind: hi, optionally lo and grad; all others are states."""
         states = {kind: plane for kind, plane in planes.items() if kind not in ("hi", "lo", "grad")}
         return cls(name, layout, planes["hi"], planes.get("lo"), states, planes.get("grad"), resident)
 
     def read_master(self, name: str) -> torch.Tensor:
-        """The exact fp32 master of one tensor, as a new CPU tensor of its shape."""
+        """The exact fp32 master of one tensor, as a new CPU tensor."""
         hi = self.layout.view(self.hi, name)
         master = hi.clone() if self.lo is None else plane_math.join(hi, self.layout.view(self.lo, name))
         return master.cpu()
 
     def write_master(self, name: str, value: torch.Tensor) -> None:
-        """Set one tensor's master from any floating dtype (widened to fp32: exact for bf16, fp16 and fp32)."""
+        """Set one tensor's master from any floating dtype, widened to fp32."""
         hi = self.layout.view(self.hi, name)
         assert value.shape == hi.shape, (name, tuple(value.shape), tuple(hi.shape))
         master = value.detach().to(torch.float32).contiguous()
@@ -68,28 +63,31 @@ class UnitPlanes:
             hi.copy_(master)
         elif master.device == hi.device:
             plane_math.split_(master, hi, self.layout.view(self.lo, name))
-        else:  # split where the value is: a GPU does it in no time, and the two halves are copied instead of the whole
+        else:  # split on the value's device, a GPU: faster than on the CPU
             halves = torch.empty_like(master, dtype=hi.dtype), torch.empty_like(master, dtype=self.lo.dtype)
             plane_math.split_(master, *halves)
             hi.copy_(halves[0])
             self.layout.view(self.lo, name).copy_(halves[1])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The planes that a checkpoint holds, by kind: hi, lo where there is one, and the optimizer's states."""
+        """The planes that make up a checkpoint, by kind: hi, lo if there is one, and the optimizer's states."""
         lo = {} if self.lo is None else {"lo": self.lo}
         return {"hi": self.hi, **lo, **self.states}
 
 
 class HostStore:
-    """Planes of all units, in forward order.
+    """Planes of all units.
 
     Args:
         layouts: (unit name, layout) in forward order.
-        split: True keeps hi (bf16) and lo (int16); False keeps the fp32 master in `hi`.
-        states: Type of each state's plane by name: `OptimizerSpec.state_dtypes`.
-        grad_dtype: Type of the gradient plane, None for no gradient plane.
-        resident: Names of units whose planes live on `device` instead of in host memory.
-        device: The training device.
+        split: Keep masters as hi (bf16) and lo (int16) instead of fp32.
+        states: Storage type of each optimizer state: `OptimizerSpec.state_dtypes`.
+        grad_dtype: Type of the gradient planes, None for no gradient planes.
+        resident: Units whose planes live on `device`, the training device.
+
+    Attributes:
+        dtypes: Type of each plane kind.
+        units: Planes by unit name, in forward order.
     """
 
     def __init__(
@@ -107,9 +105,8 @@ class HostStore:
         self._layouts = [(name, layout) for name, layout in layouts if name not in resident]
         self._arenas: dict[str, Arena] = {}
         self._moved: list[tuple[str, Arena]] = []
-        """(kind, arena of one unit), for units that have left the device."""
+        """(kind, arena) of single units that have left the device."""
         self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, **states}
-        """Type of each plane kind."""
         if split:
             self.dtypes["lo"] = torch.int16
         if grad_dtype is not None:
@@ -125,7 +122,7 @@ class HostStore:
             self.units[name] = UnitPlanes.of(name, layout, planes, resident=name in resident)
 
     def on_host(self, name: str) -> UnitPlanes:
-        """The unit's state for reading on the CPU: its own planes, or a copy of them where they are on a device."""
+        """The unit's planes for reading on the CPU; of a resident unit a copy."""
         planes = self.units[name]
         if not planes.resident:
             return planes
@@ -133,7 +130,7 @@ class HostStore:
 
     @contextlib.contextmanager
     def restoring(self, name: str) -> Iterator[UnitPlanes]:
-        """The unit's state for writing on the CPU; copied back to the device at the end where it lives there."""
+        """The unit's planes for writing on the CPU; those of a resident unit are copied to the device on exit."""
         host, planes = self.on_host(name), self.units[name]
         yield host
         if planes.resident:
@@ -141,9 +138,9 @@ class HostStore:
                 planes.state()[kind].copy_(plane)
 
     def pin(self, planes: Sequence[str] = ("hi", "grad")) -> None:
-        """Pin plane kinds that exist. Raises PinRefused from the first arena the driver refuses; nothing stays pinned then."""
+        """Pin planes of these kinds. Raises PinRefused if the driver refuses an arena; nothing is pinned then."""
         pinned: list[Arena] = []
-        wanted = [(arena, self._cuts(kind)) for kind, arena in self._arenas.items() if kind in planes]
+        wanted = [(arena, self._offsets(kind)) for kind, arena in self._arenas.items() if kind in planes]
         wanted += [(arena, [0]) for kind, arena in self._moved if kind in planes]
         try:
             for arena, cuts in wanted:
@@ -160,7 +157,7 @@ class HostStore:
         return sum(arena.pinned_bytes for _, arena in self._all_arenas())
 
     def plane_bytes(self) -> dict[str, int]:
-        """Bytes of each plane kind in host memory, page rounding included."""
+        """Bytes in host memory by plane kind, page rounding included."""
         sizes = dict.fromkeys(self._arenas, 0)
         for kind, arena in self._all_arenas():
             sizes[kind] += arena.nbytes
@@ -168,32 +165,30 @@ class HostStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of planes on the device."""
+        """Bytes of resident planes."""
         planes = [p for p in self.units.values() if p.resident]
         return sum(plane.nbytes for p in planes for plane in (*p.state().values(), p.grad) if plane is not None)
 
     def close(self) -> None:
-        """Unpin and give the memory back. The planes must not be used any more."""
+        """Unpin and release the memory. The planes must not be used any more."""
         self.units = {}
         for _, arena in self._all_arenas():
             arena.close()
         self._arenas, self._moved = {}, []
 
     def move_to_host(self, name: str) -> None:
-        """A resident unit leaves the device, which must be idle. Its planes are new, and not pinned yet."""
+        """Move a resident unit to host memory. The device must be idle. The new planes are not pinned yet."""
         unit = self.units[name]
         assert unit.resident, name
         old, new = unit.state(), {}
-        for kind, dtype in self.dtypes.items():
-            arena = Arena(max(unit.layout.numel * dtype.itemsize, PAGE_BYTES))
-            self._moved.append((kind, arena))
-            new[kind] = arena.tensor(0, unit.layout.numel, dtype)
+        for kind in self.dtypes:
+            new[kind] = self._own_plane(kind, unit.layout)
             if kind in old:
                 new[kind].copy_(old[kind])
         vars(unit).update(vars(UnitPlanes.of(name, unit.layout, new)))
 
     def widen_gradients(self) -> None:
-        """Gradient planes become fp32, as sums over windows need. What they hold is lost; nothing may use them."""
+        """Replace the gradient planes by fp32 ones, for accumulation. Their contents are lost; nothing may be using them."""
         if self.grad_dtype is None or self.grad_dtype == torch.float32:
             return
         self.dtypes["grad"] = self.grad_dtype = torch.float32
@@ -207,29 +202,29 @@ class HostStore:
         for unit in self.units.values():
             if unit.name in planes:
                 unit.grad = planes[unit.name]
-            elif not unit.resident:  # it came from the device
-                arena = Arena(max(4 * unit.layout.numel, PAGE_BYTES))
-                self._moved.append(("grad", arena))
-                unit.grad = arena.tensor(0, unit.layout.numel, torch.float32)
+            elif not unit.resident:  # moved from the device
+                unit.grad = self._own_plane("grad", unit.layout)
 
     def _all_arenas(self) -> list[tuple[str, Arena]]:
         return [*self._arenas.items(), *self._moved]
 
-    def _offsets(self, itemsize: int) -> list[int]:
-        """Start of each unit in an arena of that item size, in bytes, page aligned; the end of the last one is appended."""
-        offsets = [0]
+    def _offsets(self, kind: str) -> list[int]:
+        """Page-aligned start of each unit in a kind's arena, in bytes; then the end of the last one."""
+        offsets, itemsize = [0], self.dtypes[kind].itemsize
         for _, layout in self._layouts:
-            offsets.append(-(-(offsets[-1] + layout.numel * itemsize) // PAGE_BYTES) * PAGE_BYTES)
+            offsets.append(page_ceil(offsets[-1] + layout.numel * itemsize))
         return offsets
 
     def _plane(self, kind: str) -> list[torch.Tensor]:
-        dtype = self.dtypes[kind]
-        offsets = self._offsets(dtype.itemsize)
-        arena = self._arenas[kind] = Arena(max(offsets[-1], PAGE_BYTES))
-        return [
-            arena.tensor(offset, layout.numel, dtype)
-            for offset, (_, layout) in zip(offsets, self._layouts, strict=False)
-        ]
+        """The planes of one kind of all units on the host, in a new arena."""
+        dtype, offsets = self.dtypes[kind], self._offsets(kind)
+        arena = self._arenas[kind] = Arena(offsets[-1])
+        layouts = [layout for _, layout in self._layouts]
+        return [arena.tensor(offset, layout.numel, dtype) for offset, layout in zip(offsets, layouts, strict=False)]
 
-    def _cuts(self, kind: str) -> list[int]:
-        return self._offsets(self.dtypes[kind].itemsize)
+    def _own_plane(self, kind: str, layout: FlatLayout) -> torch.Tensor:
+        """A plane of one unit, in a new arena."""
+        dtype = self.dtypes[kind]
+        arena = Arena(layout.numel * dtype.itemsize)
+        self._moved.append((kind, arena))
+        return arena.tensor(0, layout.numel, dtype)

@@ -1,4 +1,4 @@
-"""AdamW: hyper-parameters, the numbers of one step, and the slow reference of `optim/kernels.py` and `optim/device.py`."""
+"""AdamW: hyper-parameters, the numbers of one step, and the slow reference of the kernels in `optim/kernels.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.optim.spec import OptimizerSpec, Planes, Segment, StateSpec, StepCoefficients, below, is_number
 
-# Below the smallest normal fp32 number, eps would be lost (or be nothing) in the fp32 sum `sqrt(v) + eps`.
+# An eps below this would be lost in the fp32 sum `sqrt(v) + eps`.
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 _STATES = (
@@ -24,7 +24,7 @@ _STATES = (
 
 
 class AdamWScalars(NamedTuple):
-    """The fp32 numbers that the update of one segment needs."""
+    """fp32 numbers of one segment in one step."""
 
     gradient_scale: np.float32
     decay: np.float32
@@ -40,14 +40,14 @@ class AdamWScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamWCoefficients(StepCoefficients):
-    """What one step of AdamW multiplies with, in float64; `beta1`, `beta2` and `eps` as in `AdamW`."""
+    """Numbers of one step in float64; `beta1`, `beta2` and `eps` as in `AdamW`."""
 
     beta1: float
     beta2: float
     eps: float
 
     def scalars(self, segment: Segment) -> AdamWScalars:
-        """Each product is taken in float64 and rounded to fp32 once, as torch does with Python numbers."""
+        """Products are computed in float64 and rounded to fp32 once, as torch does with Python numbers."""
         learning_rate = self.learning_rate * segment.lr_scale
         return AdamWScalars(
             gradient_scale=np.float32(self.gradient_scale),
@@ -66,8 +66,8 @@ class AdamW(OptimizerSpec):
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) with torch.optim.AdamW's arithmetic.
 
     Attributes:
-        betas: Decay of the first and the second moment.
-        eps: Added to the root of the second moment.
+        betas: Decay of the first and second moment.
+        eps: Added to the square root of the second moment.
     """
 
     weight_decay: float = 0.01
@@ -95,9 +95,9 @@ class AdamW(OptimizerSpec):
     def update_(self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: AdamWScalars) -> None:
         """See [Note: same bits everywhere] in `optim/kernels.py`.
 
-        Every call rounds once, correctly. That rules some calls out: addcmul, lerp and the like may fuse; torch's fp32
-        square root on a CPU is sometimes off by one unit, while one in fp64, rounded to fp32, never is; and CUDA divides
-        by a Python number through its rounded reciprocal, but not by a tensor.
+        Every call rounds once, correctly. This rules out addcmul and lerp, which may fuse; torch's fp32 square root on the CPU,
+        which is sometimes off by one unit (in fp64, rounded to fp32, it never is); and division by a Python number, which CUDA
+        replaces by a product with the rounded reciprocal (it does not for a tensor).
         """
         _, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size = map(float, scalars)
         m, v = states["m"], states["v"]
@@ -110,7 +110,7 @@ class AdamW(OptimizerSpec):
         master.sub_((m * step_size).div_(denom))
 
     def host_kernel(self, planes: Planes, grad: Tensor) -> Callable[[int, int, Any], object]:
-        from megatrain.optim import kernels  # numba: not for those who only want to know the hyper-parameters
+        from megatrain.optim import kernels  # imports numba, which a reader of hyper-parameters does not need
 
         m, v = planes.states["m"], planes.states["v"]
         if planes.lo is None:
@@ -120,12 +120,12 @@ class AdamW(OptimizerSpec):
     def update_on_device(
         self, planes: Planes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
-        from megatrain.optim import device  # Triton, for the same reason
+        from megatrain.optim import kernels
 
-        if device.has_kernel(planes.hi):
+        if kernels.runs_on_gpu(planes.hi):
             for segment in segments:
                 scalars = _device_scalars(coefficients, segment.weight_decay, segment.lr_scale)
-                device.adamw_(planes, grad, segment.start, segment.end, scalars)
+                kernels.adamw_on_gpu(planes, grad, segment.start, segment.end, scalars)
         else:
             self.update_unit_(planes, grad, segments, coefficients)
 
@@ -137,5 +137,5 @@ class AdamW(OptimizerSpec):
 
 @functools.lru_cache(maxsize=16)
 def _device_scalars(coefficients: StepCoefficients, weight_decay: float, lr_scale: float) -> tuple[float, ...]:
-    """`StepCoefficients.scalars` as Python numbers. All units of a step share a few sets; earlier steps' drop out."""
+    """`StepCoefficients.scalars` as Python numbers. All units of a step share a few sets; older steps' are evicted."""
     return tuple(map(float, coefficients.scalars(Segment(0, 0, weight_decay, lr_scale))))

@@ -1,28 +1,27 @@
-"""The optimizer's loops over plane slices, compiled, without the GIL.
+"""The optimizer's compiled loops over plane slices: numba on host threads (without the GIL), Triton on the GPU.
 
 [Note: same bits everywhere]
-The update is strict IEEE fp32 in one fixed order of operations: no fast-math, no fused multiply-add, no reordering.
-So a result does not depend on how a unit is cut into pieces, on the number of threads, on the vector width, or on the
-device: `AdamW.update_` does the same operations one torch call at a time and gets the same bits. The loops
-vectorise all the same, because they work element by element, and then host memory is the limit, not arithmetic. Each
-kernel takes its slices before the loop: an index that counts from `start` could be negative and wrap for all the
-compiler knows, and it would give up vectorising (6 times slower).
+An update is strict IEEE fp32 arithmetic in one fixed order: no fast-math, no fused multiply-add, no reordering. So its result
+does not depend on how a unit is cut into pieces, on the number of threads, on the vector width, or on the device, and
+`AdamW.update_`, one torch call at a time, gives the same bits. The loops are elementwise, so they vectorise all the same and are
+limited by memory, not by arithmetic. Each kernel slices its arrays before the loop: an index counted from `start` could be
+negative and wrap as far as the compiler knows, and it would not vectorise (6 times slower).
 
-The order is torch.optim.AdamW's: decoupled decay first, `lerp` for the first moment, `addcmul` for the second,
-`sqrt(v) / sqrt(bias_correction2) + eps` below, `addcdiv` for the step. One thing is added: a first moment below the
-smallest normal fp32 number becomes zero. Without a gradient m would otherwise decay to a few subnormal units and stay
-there for ever (0.1 x m rounds to nothing), as rows of rare tokens do, and subnormal arithmetic halves the speed or
-worse.
+The order is torch.optim.AdamW's: decoupled decay, `lerp` for the first moment, `addcmul` for the second,
+`sqrt(v) / sqrt(bias_correction2) + eps` as the denominator, `addcdiv` for the step. One thing is added: a first moment below the
+smallest normal fp32 number becomes zero. Without a gradient m would decay to a subnormal and stay there (0.1 x m rounds to
+nothing), as in rows of rare tokens, and subnormal arithmetic at least halves the speed.
 
-Legend: hi, lo, m, v, grad are flat planes (N,); a kernel touches elements [start, end). A bf16 plane arrives as
-int16, its bits; so a gradient of int16 is bf16 and one of float32 is fp32. A whole master (no lo plane) is float32.
+Legend: hi, lo, m, v, grad are flat planes (N,); a kernel touches elements [start, end). numba gets a bf16 plane as int16 (its
+bits), so a gradient of int16 is bf16 and one of float32 is fp32. A master without lo is float32.
 
-Compiling takes a few tenths of a second a kernel, once in a process. There is no compilation cache on disk: it would
-save little, and fails where neither the installation nor the home directory is writable.
+numba compiles a kernel once per process, in a few tenths of a second. There is no cache on disk: it would save little, and fails
+where neither the installation nor the home directory is writable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -32,12 +31,21 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from megatrain.optim.spec import Planes
+
+try:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ImportError:
+    triton = None
+
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _ZERO = np.float32(0.0)
 
-# Independent sums of `sum_of_squares`: a loop over them vectorises without reordering any single sum.
+# Independent sums of `sum_of_squares`: a loop over them vectorises without reordering any of them.
 _LANES = 512
-
+# Elements of a Triton program.
+_BLOCK = 1024
 
 # numba's decorators are not typed.
 _compiled: Any = numba.njit(nogil=True, error_model="numpy")
@@ -45,7 +53,7 @@ _intrinsic: Any = numba.extending.intrinsic
 
 
 def bits_view(plane: torch.Tensor) -> np.ndarray:
-    """A CPU tensor (N,) as the array that kernels take: the same memory, bf16 as int16."""
+    """A CPU tensor (N,) as numba takes it: the same memory, bf16 as int16."""
     assert plane.device.type == "cpu", plane.device
     assert plane.is_contiguous(), plane.stride()
     return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
@@ -53,19 +61,19 @@ def bits_view(plane: torch.Tensor) -> np.ndarray:
 
 @_intrinsic
 def _float_of(typingctx: Any, bits: types.Type):
-    """The fp32 number of 32 bits."""
+    """Reinterpret 32 bits as fp32."""
     return types.float32(types.int32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.FloatType())
 
 
 @_intrinsic
 def _bits_of(typingctx: Any, number: types.Type):
-    """The 32 bits of an fp32 number."""
+    """Reinterpret an fp32 number as 32 bits."""
     return types.int32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @_intrinsic
 def _widen(typingctx: Any, gradient: types.Type):
-    """An element of a gradient plane as fp32: int16 holds the bits of a bf16, float32 is itself."""
+    """Widen an element of a gradient plane to fp32: int16 holds the bits of a bf16."""
     if gradient == types.float32:
         return types.float32(types.float32), lambda context, builder, sig, args: args[0]
 
@@ -78,7 +86,7 @@ def _widen(typingctx: Any, gradient: types.Type):
 
 @_compiled
 def _adamw(p, g, m, v, s):
-    """One element: (p, m, v) after the step with `AdamWScalars` s; see [Note: same bits everywhere]."""
+    """(p, m, v) of one element after the step with `AdamWScalars` s. See [Note: same bits everywhere]."""
     g = g * s.gradient_scale
     p = p * s.decay
     m = m + s.one_minus_beta1 * (g - m)
@@ -90,7 +98,7 @@ def _adamw(p, g, m, v, s):
 
 @_compiled
 def adamw_split(hi, lo, m, v, grad, start, end, scalars):
-    """AdamW on a master kept as hi and lo, with the `AdamWScalars` of the segment that [start, end) lies in."""
+    """Update a split master (hi, lo) with the `AdamWScalars` of the segment that contains [start, end)."""
     hi, lo, m, v, grad = hi[start:end], lo[start:end], m[start:end], v[start:end], grad[start:end]
     for i in range(hi.size):
         bits = np.int32(np.int32(np.int32(hi[i]) << np.int32(16)) + np.int32(lo[i]))
@@ -103,7 +111,7 @@ def adamw_split(hi, lo, m, v, grad, start, end, scalars):
 
 @_compiled
 def adamw_whole(master, m, v, grad, start, end, scalars):
-    """AdamW on an fp32 master, with the `AdamWScalars` of the segment that [start, end) lies in."""
+    """Update an fp32 master with the `AdamWScalars` of the segment that contains [start, end)."""
     master, m, v, grad = master[start:end], m[start:end], v[start:end], grad[start:end]
     for i in range(master.size):
         master[i], m[i], v[i] = _adamw(master[i], _widen(grad[i]), m[i], v[i], scalars)
@@ -111,7 +119,7 @@ def adamw_whole(master, m, v, grad, start, end, scalars):
 
 @_compiled
 def add_gradient(plane, slab, start, end):
-    """Adds a gradient slab (bf16 or fp32) to an fp32 gradient plane."""
+    """Add a gradient slab (bf16 or fp32) to an fp32 gradient plane."""
     plane, slab = plane[start:end], slab[start:end]
     for i in range(plane.size):
         plane[i] += _widen(slab[i])
@@ -119,7 +127,7 @@ def add_gradient(plane, slab, start, end):
 
 @_compiled
 def set_gradient(plane, slab, start, end):
-    """Overwrites an fp32 gradient plane with a gradient slab (bf16 or fp32)."""
+    """Overwrite an fp32 gradient plane with a gradient slab (bf16 or fp32)."""
     plane, slab = plane[start:end], slab[start:end]
     for i in range(plane.size):
         plane[i] = _widen(slab[i])
@@ -127,10 +135,9 @@ def set_gradient(plane, slab, start, end):
 
 @_compiled
 def sum_of_squares(grad, start, end):
-    """Sum of the squares of gradients (bf16 or fp32) in fp64, always added in the same order.
+    """Sum of the squares of gradients (bf16 or fp32) in fp64, in a fixed order.
 
-    A square of an fp32 number is exact in fp64 and cannot overflow there: the sum is finite exactly if every gradient
-    is.
+    The square of an fp32 number is exact in fp64 and cannot overflow, so the sum is finite exactly if every gradient is.
     """
     sums = np.zeros(_LANES)
     for first in range(start, end, _LANES):
@@ -142,3 +149,73 @@ def sum_of_squares(grad, start, end):
     for lane in range(_LANES):
         total += sums[lane]
     return total
+
+
+def runs_on_gpu(plane: torch.Tensor) -> bool:
+    """Whether `adamw_on_gpu` can update this plane: it is on a CUDA device and Triton is installed."""
+    return triton is not None and plane.device.type == "cuda"
+
+
+def adamw_on_gpu(planes: Planes, grad: torch.Tensor, start: int, end: int, scalars: Sequence[float]) -> None:
+    """One AdamW step on the elements [start, end) of a unit, in place. Asynchronous, ordered by the current stream.
+
+    Args:
+        planes: On a CUDA device.
+        grad: bf16 or fp32 (N,), unchanged.
+        start, end: Elements that share their hyper-parameters.
+        scalars: Their `AdamWScalars`, as Python numbers.
+    """
+    if start == end:
+        return
+    hi, lo = planes.hi, planes.lo
+    _adamw_kernel[(-(-(end - start) // _BLOCK),)](
+        hi if lo is None else hi.view(torch.int16),
+        hi if lo is None else lo,
+        planes.states["m"],
+        planes.states["v"],
+        grad,
+        start,
+        end,
+        *scalars,
+        SPLIT=lo is not None,
+        BLOCK=_BLOCK,
+        SMALLEST_NORMAL=float(_SMALLEST_NORMAL),
+        enable_fp_fusion=False,
+    )
+
+
+def _adamw_source(
+    hi, lo, m, v, grad, start, end,
+    scale, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, SMALLEST_NORMAL: tl.constexpr,
+):  # fmt: skip
+    # 64-bit offsets: a unit may have more than 2^31 elements.
+    index = start.to(tl.int64) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < end
+    g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32) * scale
+    if SPLIT:
+        high = tl.load(hi + index, mask=inside, other=0).to(tl.int32)
+        low = tl.load(lo + index, mask=inside, other=0).to(tl.int32)
+        p = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        p = tl.load(hi + index, mask=inside, other=0.0)
+    first, second = tl.load(m + index, mask=inside, other=0.0), tl.load(v + index, mask=inside, other=0.0)
+    p = p * decay
+    first = first + one_minus_beta1 * (g - first)
+    first = tl.where(tl.abs(first) < SMALLEST_NORMAL, 0.0, first)
+    second = second * beta2 + (one_minus_beta2 * g) * g
+    denominator = tl.div_rn(tl.sqrt_rn(second), bias_correction2_sqrt) + eps
+    p = p - tl.div_rn(step_size * first, denominator)
+    tl.store(m + index, first, mask=inside)
+    tl.store(v + index, second, mask=inside)
+    if SPLIT:
+        bits = p.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        tl.store(hi + index, high.to(tl.int16), mask=inside)
+        tl.store(lo + index, (bits - (high << 16)).to(tl.int16), mask=inside)
+    else:
+        tl.store(hi + index, p, mask=inside)
+
+
+if triton is not None:
+    _adamw_kernel = triton.jit(_adamw_source, do_not_specialize=["start", "end"])

@@ -1,8 +1,7 @@
-"""Learning rate over the steps of a run, as a factor on the configured rate. Pure functions of the step number.
+"""Learning rate schedule, as a factor on the configured rate. Pure functions of the step number, which counts from 0.
 
-Steps count from 0. During warm-up step s has factor `(s + 1) / warmup_steps`, so the first step already learns and
-the last warm-up step has the full rate. After it, the curves are those of transformers' schedules of the same names
-at the same step number, between the full rate and the floor `min_lr_ratio`.
+In warm-up, step s has factor `(s + 1) / warmup_steps`: the first step already learns, and the last one has the full rate. After
+it, the curves are those of transformers' schedules of the same names, between the full rate and the floor `min_lr_ratio`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ Decay = Literal["linear", "cosine", "1-sqrt"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then a curve.
+    """Linear warm-up, then a curve.
 
     Attributes:
-        kind: `constant`; `linear` or `cosine` decay over all steps after the warm-up; or `wsd` (warm-up, stable, decay;
-            Hu et al., "MiniCPM", 2024), which stays at the full rate and decays over the last steps only.
+        kind: `constant`; `linear` or `cosine` decay over all steps after the warm-up; or `wsd` (warm-up, stable, decay; Hu et
+            al., "MiniCPM", 2024), which decays over the last steps only.
         total_steps: Steps of the whole run.
-        warmup_steps: Steps of the linear warm-up, fewer than `total_steps`.
-        min_lr_ratio: The floor that a decay ends at, as a factor.
-        decay_ratio: `wsd`: the share of `total_steps` that decays, rounded up to whole steps.
-        decay: `wsd`: the shape of the decay. `1-sqrt` is Hägele et al., "Scaling Laws and Compute-Optimal Training
-            Beyond Fixed Training Durations", 2024.
+        warmup_steps: Fewer than `total_steps`.
+        min_lr_ratio: Factor at the end of a decay.
+        decay_ratio: `wsd`: share of `total_steps` that decays, rounded up to whole steps.
+        decay: `wsd`: shape of the decay. `1-sqrt` is Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
+            Training Durations", 2024.
     """
 
     kind: Kind
@@ -47,7 +46,7 @@ class Schedule:
 
     @property
     def decay_steps(self) -> int:
-        """Steps of the decay at the end of the run."""
+        """Steps that decay, at the end of the run."""
         if self.kind == "constant":
             return 0
         if self.kind == "wsd":
@@ -55,7 +54,7 @@ class Schedule:
         return self.total_steps - self.warmup_steps
 
     def lr_factor(self, step: int) -> float:
-        """Factor on the learning rate in step `step` (from 0). A step after the end has the last value of the curve."""
+        """Factor on the learning rate of step `step`. A step after the end of the run has the curve's last value."""
         assert step >= 0, step
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -87,12 +86,12 @@ class Schedule:
 
 
 def whole_steps(ratio: float, total_steps: int) -> int:
-    """A share of a run in steps, rounded up, as transformers does with `warmup_ratio`."""
+    """A share of a run in whole steps, rounded up, as transformers rounds `warmup_ratio`."""
     return math.ceil(ratio * total_steps)
 
 
 def _fall(shape: str, progress: float) -> float:
-    """From 1 at progress 0 to 0 at progress 1."""
+    """Falls from 1 at progress 0 to 0 at progress 1."""
     if shape == "linear":
         return 1.0 - progress
     if shape == "cosine":

@@ -1,12 +1,12 @@
-"""What an optimizer is to the engines: its states, the numbers of one step, and its arithmetic on flat planes.
+"""`OptimizerSpec`: an optimizer's states, hyper-parameters, numbers of one step, and arithmetic on flat planes.
 
-`OptimizerSpec` is the one place that an optimizer needs. The host store allocates its states, checkpoints write and read
-them under their names, and the planner counts their bytes. Its update is written once, as torch calls on fp32 tensors
-(`update_`); that runs on any device. An optimizer that should be fast adds a kernel for host threads (`host_kernel`) and
-one for the GPU (`update_on_device`), which the slow update then verifies.
+A subclass is all that an optimizer needs. The host store allocates the states, checkpoints hold them under their names, and the
+planner counts their bytes. The update is written once as torch calls on fp32 tensors (`update_`), which run on any device. A
+fast optimizer adds a kernel for host threads (`host_kernel`) and one for the GPU (`update_on_device`); `update_` is then the
+reference that tests compare them with.
 
-The arithmetic must work element by element, because units are cut into pieces and into blocks, and a zero weight with a
-zero gradient and zero states must stay zero: that is the padding between tensors.
+Updates must be elementwise, because units are cut into pieces and blocks, and must keep a zero weight with a zero gradient and
+zero states at zero: the padding between tensors.
 
 Legend: planes and gradients are flat, (N,).
 """
@@ -28,21 +28,21 @@ from megatrain.errors import UserError
 from megatrain.host_memory.planes import join, split_
 
 MASTER_BYTES = 4
-"""Of a parameter's master: hi (bf16) and lo (int16), or fp32."""
+"""A parameter's master: hi (bf16) and lo (int16), or fp32."""
 
-# Bounds the temporaries of the slow update to a few times 64 MiB, whatever the size of a unit.
+# Bounds the temporaries of `update_` to a few times 64 MiB, whatever the size of a unit.
 BLOCK_NUMEL = 1 << 24
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A tensor that an optimizer keeps of every parameter, zero before the first update.
+    """One value per parameter that an optimizer keeps, zero before the first update.
 
     Attributes:
-        name: Of the plane, and of the tensors in a checkpoint (`m/model.norm.weight`).
-        dtype: Of the plane.
-        label: What it is, in memory reports.
-        torch_key: Its key in the state of `OptimizerSpec.torch_optimizer`.
+        name: Name of the plane, and of the tensors in a checkpoint (`m/model.norm.weight`).
+        dtype: Storage type.
+        label: Description in memory reports.
+        torch_key: Key in the state of `OptimizerSpec.torch_optimizer`.
     """
 
     name: str
@@ -56,11 +56,11 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that are treated differently.
+    """Parameters with their own hyper-parameters.
 
     Attributes:
         pattern: Regular expression, searched in the full Hugging Face name (`model.layers.0.self_attn.q_proj.weight`).
-        weight_decay: Their weight decay; None keeps what they would have without the group.
+        weight_decay: None keeps the weight decay that they would have without the group.
         lr_scale: Factor on the learning rate.
     """
 
@@ -102,22 +102,21 @@ class Planes(Protocol):
 
 
 class Scalars(NamedTuple):
-    """What the update of one segment in one step multiplies with."""
+    """Numbers of one segment in one step."""
 
     learning_rate: float
-    """Of the segment: `lr_scale` is in it."""
+    """Times the segment's `lr_scale`."""
     weight_decay: float
     gradient_scale: float
     step: int
-    """Number of this update: 1, 2, ... A skipped step does not count."""
 
 
 @dataclass(frozen=True)
 class StepCoefficients:
-    """The numbers of one step, the same for all units.
+    """Numbers of one step, the same for all units.
 
     Attributes:
-        step: Number of updates applied to the states, this one included: 1, 2, ... A skipped step does not count.
+        step: Number of this update: 1, 2, ... Skipped steps do not count.
         learning_rate: Of this step.
         gradient_scale: Factor on the gradients: clip coefficient / loss scale.
     """
@@ -131,20 +130,19 @@ class StepCoefficients:
         assert math.isfinite(self.gradient_scale), self.gradient_scale
 
     def scalars(self, segment: Segment) -> Any:
-        """The numbers for one segment, with a `gradient_scale` among them."""
+        """Numbers of one segment, a NamedTuple with at least `gradient_scale`."""
         return Scalars(self.learning_rate * segment.lr_scale, segment.weight_decay, self.gradient_scale, self.step)
 
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """An optimizer as plain data and arithmetic; see the top of this file.
+    """Base class of optimizers: frozen dataclasses. See the top of this file.
 
     Attributes:
-        learning_rate: Used where a step does not give its own.
-        weight_decay: Of parameters with two dimensions or more. Norms and biases (ndim < 2) are not decayed unless a
-            group says so.
-        max_grad_norm: The global gradient norm is clipped to this; None does not clip.
-        groups: Exceptions; the first one that matches a name holds.
+        learning_rate: Default for steps that do not give one.
+        weight_decay: Decay of parameters with two dimensions or more; norms and biases decay only by a group.
+        max_grad_norm: Clip the global gradient norm to this; None does not clip.
+        groups: Exceptions; the first group that matches a name holds.
     """
 
     learning_rate: float = 1e-5
@@ -159,40 +157,40 @@ class OptimizerSpec(ABC):
     @property
     @abstractmethod
     def states(self) -> tuple[StateSpec, ...]:
-        """What it keeps of every parameter, in a fixed order."""
+        """States, in a fixed order."""
 
     @abstractmethod
     def update_(self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any) -> None:
-        """Updates a stretch of parameters in place, on any device, with torch calls.
+        """Update parameters and states in place with elementwise torch calls, on any device.
 
         Args:
             master: fp32 (N,).
-            grad: fp32 (N,), multiplied with `gradient_scale` already; may be overwritten.
+            grad: fp32 (N,), already multiplied by `gradient_scale`; may be overwritten.
             states: By name, (N,) each.
-            scalars: Of the step and the segment, from `StepCoefficients.scalars`.
+            scalars: From `StepCoefficients.scalars`.
         """
 
     @property
     def name(self) -> str:
-        """What checkpoints and messages call it."""
+        """Name in checkpoints and messages."""
         return type(self).__name__
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
-        """Type of each state's plane, by name."""
+        """Storage type by state name."""
         return {state.name: state.dtype for state in self.states}
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of master and states together."""
+        """Bytes of master and states."""
         return MASTER_BYTES + sum(state.dtype.itemsize for state in self.states)
 
     def update_bytes(self, gradient_bytes: int) -> int:
-        """Bytes that an update moves for one parameter: master and states are read and written, the gradient is read."""
+        """Bytes that one update moves per parameter: master and states are read and written, the gradient is read."""
         return 2 * self.bytes_per_parameter + gradient_bytes
 
     def problems(self) -> Iterable[str]:
-        """What is wrong with the hyper-parameters, for one error that names all of it."""
+        """What is wrong with the hyper-parameters; the constructor raises one error that lists all."""
         yield from below("learning_rate", self.learning_rate, 0.0)
         yield from below("weight_decay", self.weight_decay, 0.0)
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0.0):
@@ -201,32 +199,26 @@ class OptimizerSpec(ABC):
     def coefficients(
         self, step: int, learning_rate: float | None = None, gradient_scale: float = 1.0
     ) -> StepCoefficients:
-        """The numbers of one step, hashable; see `StepCoefficients`.
-
-        Args:
-            step: Number of this update.
-            learning_rate: Of this step; the optimizer's own if not given.
-            gradient_scale: Factor on the gradients.
-        """
+        """Numbers of one step, hashable. See `StepCoefficients`; None takes the optimizer's own learning rate."""
         return StepCoefficients(step, self._rate(learning_rate), gradient_scale)
 
     def update_unit_(
         self, planes: Planes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
-        """One step on the planes of a unit, in place, with `update_`. Asynchronous on a GPU.
+        """One step on a unit, in place, with `update_`. Asynchronous on a GPU, ordered by the current stream.
 
         Args:
-            planes: See `Planes`.
+            planes: The unit's planes.
             grad: bf16 or fp32 (N,), unchanged.
-            segments: What to update, and how.
-            coefficients: Of this step.
+            segments: The elements to update, with their hyper-parameters.
+            coefficients: Numbers of this step.
         """
         for segment in segments:
             self.update_range_(planes, grad, segment.start, segment.end, coefficients.scalars(segment))
 
     @torch.no_grad()
     def update_range_(self, planes: Planes, grad: Tensor, start: int, end: int, scalars: Any) -> None:
-        """One step on the elements [start, end), which lie in one segment."""
+        """One step on the elements [start, end) of one segment, with `update_`."""
         for first in range(start, end, BLOCK_NUMEL):
             block = slice(first, min(first + BLOCK_NUMEL, end))
             hi, lo = planes.hi[block], None if planes.lo is None else planes.lo[block]
@@ -239,28 +231,30 @@ class OptimizerSpec(ABC):
     def host_kernel(self, planes: Planes, grad: Tensor) -> Callable[[int, int, Any], object]:
         """A function of (start, end, scalars) that does one step on these elements of a unit in host memory.
 
-        Several threads call it at once, each with other elements; it should release the GIL. By default the slow update.
+        Several threads call it at once on different elements; it should release the GIL. By default `update_range_`.
         """
         return functools.partial(self.update_range_, planes, grad)
 
     def update_on_device(
         self, planes: Planes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
-        """`update_unit_` for a unit on the GPU, behind everything on the current stream. By default the slow update."""
+        """`update_unit_` for a resident unit, asynchronous on the current stream. By default `update_unit_` itself."""
         self.update_unit_(planes, grad, segments, coefficients)
 
     def torch_optimizer(self, groups: Sequence[Mapping[str, Any]], fused: bool | None) -> torch.optim.Optimizer:
-        """The same optimizer as one of torch's, for the mesh engine; `StateSpec.torch_key` names its states.
+        """The torch optimizer that the mesh engine uses; `StateSpec.torch_key` names its states.
 
         Args:
-            groups: Dicts with `params`, `weight_decay` and `lr_scale`, as torch's optimizers take them.
-            fused: Ask for a kernel without temporaries; None leaves it to torch.
+            groups: torch parameter groups: dicts with `params`, `weight_decay` and `lr_scale`.
+            fused: As torch's optimizers take it.
 
         Raises:
-            UserError: There is none.
+            UserError: There is none, by default.
         """
         raise UserError(
-            f"the mesh engine has no {self.name}", "optim", "implement OptimizerSpec.torch_optimizer, or use HostEngine"
+            f"the mesh engine cannot train with {self.name}: it has no torch_optimizer",
+            "optim",
+            f"implement {self.name}.torch_optimizer, or use HostEngine",
         )
 
     def _rate(self, learning_rate: float | None) -> float:
@@ -268,16 +262,15 @@ class OptimizerSpec(ABC):
 
 
 def segments_of(entries: Iterable[tuple[str, tuple[int, ...], int, int]], optim: OptimizerSpec) -> tuple[Segment, ...]:
-    """Cuts a unit's flat range by hyper-parameters.
+    """Cut a unit's flat range by hyper-parameters.
 
     Args:
-        entries: (full Hugging Face name, shape, offset, numel) of each tensor, in order of their offsets. Padding
-            between two tensors goes with the first: its elements are zero and have no gradient, and optimizers keep
-            them so.
-        optim: Says what each name gets.
+        entries: (full Hugging Face name, shape, offset, numel) of each tensor, by ascending offset.
+        optim: The optimizer.
 
     Returns:
-        Segments in order, adjacent equal ones merged; from the first tensor's start to the last one's end.
+        Segments from the first tensor's start to the last one's end, in order; adjacent equal ones are merged. Padding behind a
+        tensor belongs to its segment.
     """
     segments: list[Segment] = []
     for name, shape, offset, numel in entries:
@@ -303,7 +296,7 @@ def hyper_parameters(name: str, ndim: int, optim: OptimizerSpec) -> tuple[float,
 
 
 def unmatched_groups(names: Iterable[str], optim: OptimizerSpec) -> list[ParamGroup]:
-    """Groups that no parameter falls into: misspelt, or hidden behind an earlier group."""
+    """Groups that no parameter belongs to: misspelt, or hidden by an earlier group."""
     used = {next((i for i, group in enumerate(optim.groups) if group.matches(name)), None) for name in names}
     return [group for i, group in enumerate(optim.groups) if i not in used]
 
@@ -313,7 +306,7 @@ def is_number(value: object) -> bool:
 
 
 def below(name: str, value: object, least: float) -> Iterable[str]:
-    """The problem of a hyper-parameter that is not a number of at least `least`, if it has it."""
+    """A problem if a hyper-parameter is not a number of at least `least`."""
     if not (is_number(value) and value >= least):  # type: ignore[operator]
         yield f"{name} = {value!r} is not a number of at least {least:g}"
 

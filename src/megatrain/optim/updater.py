@@ -1,24 +1,22 @@
-"""The CPU side of the optimizer: threads that update units in the background.
+"""Host threads that update units in the background.
 
 [Note: order of background work]
-A job is one pass over one unit's planes: an update, an addition of gradients, a sum of squares. It is cut into
-pieces, and threads take pieces in the order in which jobs were submitted, but only from jobs that are ready:
-- its data has arrived: the job's `after`, if it has one, has returned;
-- the job submitted before it *for the same unit* has ended.
-So two jobs of one unit never overlap and keep their order, while pieces of later units fill the threads that an earlier
-unit leaves idle.
+A job is one pass over a unit's planes: an update, an addition of gradients, a sum of squares. It is cut into pieces. Threads take
+pieces in the order in which jobs were submitted, from jobs that are ready:
+- their data has arrived: `after`, if given, has returned;
+- the previous job of the *same unit* has ended.
+So two jobs of one unit never overlap and keep their order, while pieces of later units fill threads that an earlier unit leaves
+idle.
 
-    BLOCKED --(arrived, and earlier work of the unit ended)--> READY --(last piece ended)--> ENDED
-       \\_______________________(the unit failed)________________________________________________/
+    BLOCKED --(data arrived, unit's earlier job ended)--> READY --(last piece ended)--> ENDED
+       \\____________________(the unit failed)___________________________________________/
 
-`after` callables are called by one thread of their own, one at a time, in the order of submission, so a wait for the
-device never keeps a piece from running. They should release the GIL while they wait; a CUDA event should be made with
-`blocking=True`, or its wait burns a core.
+One dedicated thread calls the `after` callables one at a time, in the order of submission, so a wait for the device never keeps a
+piece from running. They should release the GIL while they wait; make a CUDA event with `blocking=True`, or its wait burns a core.
 
 [Note: failed units]
-An exception in `after` or in a piece goes to the job's future, unchanged, with its traceback, as soon as no thread
-works on the job any more. The unit's planes may be half updated then, so every later job of that unit fails with the
-same exception. Other units go on; the owner asks `raise_if_failed()` once a step and closes.
+An exception in `after` or in a piece goes to the job's future, with its traceback, as soon as no thread works on the job. The
+unit's planes may then be half updated, so every later job of that unit fails with the same exception. Other units continue.
 
 A job holds its tensors until it has ended; nothing here holds them longer.
 """
@@ -49,10 +47,10 @@ from megatrain.optim.spec import OptimizerSpec, Planes, Segment, StepCoefficient
 
 # Pieces start at multiples of this: whole pages of every plane, so that two threads never write to one cache line.
 PIECE_ALIGN = 4096
-# Longest piece. Short enough to even out threads that lose their core for a while, long enough (milliseconds) that
-# taking a piece, which needs the GIL, does not slow the thread that drives the device.
+# Longest piece: short enough to even out threads that lose their core for a while, long enough (milliseconds) that taking a
+# piece, which needs the GIL, does not slow down the thread that drives the device.
 PIECE_MOST = 1 << 22
-# A sum of squares is cut the same way whatever the number of threads: its pieces' sums are added exactly.
+# Pieces of a sum of squares do not depend on the number of threads; their sums are added exactly.
 SUM_PIECE = 1 << 20
 
 After = Callable[[], object]
@@ -61,7 +59,7 @@ After = Callable[[], object]
 class _State(Enum):
     BLOCKED = "waits for its data or for earlier work of its unit"
     READY = "its pieces are handed out"
-    ENDED = "its future is decided"
+    ENDED = "its future is set"
 
 
 @dataclass(eq=False)
@@ -74,7 +72,7 @@ class _Job:
     run_piece: Callable[[int, int], object]
     finish: Callable[[], Any]
     after: After | None
-    row: Row | None = None  # under which the job is recorded
+    row: Row | None = None
     size: int = 0  # parameters
     started_s: float = 0.0  # when its first piece was taken
     future: Future[Any] = field(default_factory=Future)
@@ -83,7 +81,7 @@ class _Job:
     waits_for_unit: bool = False
     handed_out: int = 0
     running: int = 0
-    error: BaseException | None = None  # of `after` or of a piece, until the job can end with it
+    error: BaseException | None = None  # of `after` or of a piece, until the job ends with it
     successor: _Job | None = None  # the next job of the same unit
 
     def __lt__(self, other: _Job) -> bool:
@@ -91,14 +89,13 @@ class _Job:
 
     @property
     def exhausted(self) -> bool:
-        """No piece will be handed out any more."""
+        """Whether no further piece will be handed out."""
         return self.error is not None or self.handed_out == len(self.pieces)
 
     def retire(self) -> _Job | None:
-        """-> ENDED. Lets the tensors go, which the calls hold; idle threads may keep the job itself for a while.
+        """-> ENDED. Return the unit's next job, if any.
 
-        Returns:
-            The next job of the same unit, if there is one.
+        Drops the calls, which hold the tensors; idle threads may hold the job itself for a while.
         """
         self.state = _State.ENDED
         self.run_piece = self.finish = _nothing
@@ -110,11 +107,11 @@ class _Job:
 class CpuUpdater:
     """A fixed pool of threads that works on units; see [Note: order of background work].
 
-    All `submit_*` return at once. Their future's `result()` waits for the job, and raises what the job raised.
+    All `submit*` methods return at once. `result()` of their future waits for the job and raises its error.
 
     Args:
         threads: Number of threads, named `adamw-0`, `adamw-1`, ...
-        record: Called, by any of them, with every pass over a unit that has ended.
+        record: Called by these threads with every pass over a unit that has ended.
     """
 
     def __init__(self, threads: int, record: Callable[[Span], None] = lambda span: None):
@@ -126,12 +123,11 @@ class CpuUpdater:
         self._ready: list[_Job] = []  # heap by job number
         self._last_of_unit: dict[str, _Job] = {}  # jobs that have not ended
         self._failed_units: dict[str, BaseException] = {}
-        self._first_error: BaseException | None = None
         self._jobs_submitted = 0
         self._jobs_open = 0
         self._closing = False
         self._arrivals: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # Daemons: a process whose owner forgot close() still ends.
+        # Daemon threads: a process whose owner forgot close() still exits.
         self._pool = [
             threading.Thread(target=self._work_on_pieces, name=f"adamw-{i}", daemon=True) for i in range(threads)
         ]
@@ -152,12 +148,12 @@ class CpuUpdater:
         """One optimizer step on a unit's planes, in place.
 
         Args:
-            unit: The unit's name: jobs of one unit run one after the other.
-            optim: Whose kernel it is.
+            unit: The unit's name. Jobs of one unit run one after the other.
+            optim: The optimizer, whose `host_kernel` runs.
             planes: (N,) each.
             grad: bf16 or fp32 (N,), unchanged.
-            segments: What to update, and how.
-            coefficients: Of this step.
+            segments: The elements to update, with their hyper-parameters.
+            coefficients: Numbers of this step.
             after: Blocks until `grad` has arrived.
         """
         _check_planes(unit, optim, planes, grad)
@@ -175,16 +171,16 @@ class CpuUpdater:
         return self.submit(unit, cut_pieces(size, self.threads), update, after=after, row="adamw", size=size)
 
     def submit_compilation(self, optim: OptimizerSpec, split: bool, gradient: torch.dtype) -> Future[None]:
-        """Compiles the kernel of `submit_update`, which else the first update waits for, and the forward behind it.
+        """Compile the kernel of `submit_update` ahead of the first update, and of the forward that waits for it.
 
         Args:
-            optim: Whose kernel it is.
+            optim: The optimizer, whose `host_kernel` is compiled.
             split: Masters are kept as hi and lo.
             gradient: bf16 or fp32.
         """
 
         def compile_kernel(start: int, end: int) -> None:
-            # The types of the arguments are what numba compiles for; no element is touched.
+            # numba compiles for the types of the arguments; no element is touched.
             dtypes = {"hi": torch.bfloat16, "lo": torch.int16} if split else {"hi": torch.float32}
             planes = {kind: torch.empty(0, dtype=dtype) for kind, dtype in {**dtypes, **optim.state_dtypes}.items()}
             nothing = UnitPlanes.of("kernels", FlatLayout((), 0), planes)
@@ -196,13 +192,13 @@ class CpuUpdater:
     def submit_add(
         self, unit: str, plane: Tensor, slab: Tensor, first: bool, after: After | None = None
     ) -> Future[None]:
-        """Adds a gradient slab to the unit's gradient plane.
+        """Add a gradient slab to a unit's gradient plane.
 
         Args:
-            unit: The unit's name: jobs of one unit run one after the other.
+            unit: The unit's name.
             plane: fp32 (N,).
-            slab: bf16 or fp32 (N,), unchanged; free for the next gradient when the future is done.
-            first: Overwrite the plane, whatever it holds.
+            slab: bf16 or fp32 (N,), unchanged. May be reused when the future is done.
+            first: Overwrite the plane instead.
             after: Blocks until `slab` has arrived.
         """
         assert plane.dtype == torch.float32, plane.dtype
@@ -219,7 +215,7 @@ class CpuUpdater:
         """Sum of the squares of a gradient, in fp64. It is finite exactly if every element is.
 
         Args:
-            unit: The unit's name: jobs of one unit run one after the other.
+            unit: The unit's name.
             grad: bf16 or fp32 (N,).
             after: Blocks until `grad` has arrived.
         """
@@ -249,19 +245,20 @@ class CpuUpdater:
         """Any pass over a unit.
 
         Args:
-            unit: The unit's name: jobs of one unit run one after the other.
+            unit: The unit's name. Jobs of one unit run one after the other.
             pieces: (start, end) arguments of `run_piece`; at least one.
-            run_piece: Called once per piece, by several threads at once; should release the GIL.
-            finish: Called after the last piece; gives the future's result.
+            run_piece: Called once per piece, by several threads at once. Should release the GIL.
+            finish: Called after the last piece; returns the future's result.
             after: Blocks until the data has arrived; called once.
-            row, size: How the pass is recorded, and its parameters; None: not at all.
+            row: The row that records the pass; None does not record it.
+            size: Parameters, for the record.
         """
         assert pieces, f"{unit}: a job without pieces"
         with self._lock:
             if self._closing:
                 raise EngineClosed("the optimizer threads are closed")
             job = _Job(self._jobs_submitted, unit, pieces, run_piece, finish, after, row, size)
-            job.future.set_running_or_notify_cancel()  # from here on a waiter cannot cancel it
+            job.future.set_running_or_notify_cancel()  # a waiter can no longer cancel it
             self._jobs_submitted += 1
             failure = self._failed_units.get(unit)
             if failure is None:
@@ -271,21 +268,8 @@ class CpuUpdater:
             job.future.set_exception(failure)
         return job.future
 
-    def drain(self) -> None:
-        """Waits until all submitted work has ended. Raises the first error of any job since the beginning."""
-        with self._lock:
-            last_jobs = list(self._last_of_unit.values())
-        for job in last_jobs:
-            job.future.exception()
-        self.raise_if_failed()
-
-    def raise_if_failed(self) -> None:
-        """Raises the first error of any job since the beginning, with its traceback. Does not wait."""
-        if self._first_error is not None:
-            raise self._first_error
-
     def close(self) -> None:
-        """Lets all submitted work end and joins the threads. Raises nothing; a second call does nothing."""
+        """Wait for all submitted work and join the threads. Raises nothing; a second call does nothing."""
         with self._work:
             if not self._closing:
                 self._closing = True
@@ -303,7 +287,7 @@ class CpuUpdater:
         self.close()
 
     def _enqueue(self, job: _Job) -> None:
-        """Under the lock. Notes what a new job waits for."""
+        """Under the lock. Record what a new job waits for."""
         predecessor = self._last_of_unit.get(job.unit)
         if predecessor is not None:
             predecessor.successor = job
@@ -312,10 +296,10 @@ class CpuUpdater:
         if job.after is not None:
             job.waits_for_data = True
             self._arrivals.put(job)
-        self._make_ready_if_it_is(job)
+        self._check_ready(job)
 
-    def _make_ready_if_it_is(self, job: _Job) -> None:
-        """Under the lock. BLOCKED -> READY when nothing is left to wait for."""
+    def _check_ready(self, job: _Job) -> None:
+        """Under the lock. BLOCKED -> READY if the job waits for nothing."""
         assert job.state is _State.BLOCKED, job.state
         if not job.waits_for_data and not job.waits_for_unit:
             job.state = _State.READY
@@ -329,7 +313,7 @@ class CpuUpdater:
 
     def _wait_for_arrival(self, job: _Job) -> None:
         after = job.after
-        if after is None:  # the job has ended already, because its unit failed
+        if after is None:  # the job has ended: its unit failed
             return
         error = _error_of(after)
         with self._lock:
@@ -337,9 +321,9 @@ class CpuUpdater:
                 return
             if error is None:
                 job.waits_for_data = False
-                self._make_ready_if_it_is(job)
+                self._check_ready(job)
                 return
-            if job.waits_for_unit:  # threads still work on the unit; the end of that work ends this job too
+            if job.waits_for_unit:  # threads still work on the unit; `_end` of that job ends this one too
                 job.error = error
                 return
         self._end(job, None, error)
@@ -352,7 +336,7 @@ class CpuUpdater:
             self._piece_ended(job, error)
 
     def _take_piece(self) -> tuple[_Job, tuple[int, int]] | None:
-        """Waits for a piece of the earliest ready job. None when the updater is closed and all work has ended."""
+        """Wait for a piece of the earliest ready job. None when the updater is closing and all work has ended."""
         with self._work:
             while True:
                 while self._ready and self._ready[0].exhausted:
@@ -376,7 +360,7 @@ class CpuUpdater:
                 job.error = error
             if job.running or not job.exhausted:
                 return
-        # No thread works on the job any more, and none will: this one, and only this one, ends it.
+        # This thread ran the job's last piece, so it alone ends the job.
         if job.row is not None:
             self.record(Span(job.row, job.unit, job.started_s, time.perf_counter(), job.size))
         result: list[Any] = []
@@ -386,7 +370,7 @@ class CpuUpdater:
         self._end(job, result[0] if result else None, error)
 
     def _end(self, job: _Job, result: Any, error: BaseException | None) -> None:
-        """-> ENDED, for the job and, if it failed, for all later jobs of its unit; see [Note: failed units]."""
+        """-> ENDED, for the job and, if it failed, for all later jobs of its unit. See [Note: failed units]."""
         with self._lock:
             ended = [(job.future, error)]
             following = job.retire()
@@ -395,7 +379,7 @@ class CpuUpdater:
                     error = following.error
                 if error is None:
                     following.waits_for_unit = False
-                    self._make_ready_if_it_is(following)
+                    self._check_ready(following)
                     break
                 ended.append((following.future, error))
                 following = following.retire()
@@ -403,12 +387,10 @@ class CpuUpdater:
                 del self._last_of_unit[job.unit]
             if error is not None:
                 self._failed_units[job.unit] = error
-                if self._first_error is None:
-                    self._first_error = error
             self._jobs_open -= len(ended)
             if self._jobs_open == 0 and self._closing:
                 self._work.notify_all()
-        # Outside the lock, because a future calls back whoever asked it to.
+        # Outside the lock: futures run their callbacks here.
         for future, failure in ended:
             if failure is None:
                 future.set_result(result)
@@ -417,7 +399,7 @@ class CpuUpdater:
 
 
 def cut_pieces(numel: int, threads: int) -> list[tuple[int, int]]:
-    """Cuts [0, numel) into one piece per thread, or more where these would be too long (`PIECE_MOST`)."""
+    """[0, numel) as one (start, end) per thread, or more if these would be longer than `PIECE_MOST`."""
     share = -(-numel // threads)
     length = max(min(-(-share // PIECE_ALIGN) * PIECE_ALIGN, PIECE_MOST), PIECE_ALIGN)
     return [(start, min(start + length, numel)) for start in range(0, numel, length)]
@@ -435,7 +417,7 @@ def _check_planes(unit: str, optim: OptimizerSpec, planes: Planes, grad: Tensor)
 
 
 def _error_of(call: Callable[..., object], *args: Any) -> BaseException | None:
-    """Calls, and gives back what was raised: whoever waits on the future gets it, whatever it is."""
+    """What a call raises, of any kind, or None. The waiter on the future gets it."""
     try:
         call(*args)
     except BaseException as error:  # noqa: BLE001
@@ -444,4 +426,4 @@ def _error_of(call: Callable[..., object], *args: Any) -> BaseException | None:
 
 
 def _nothing(*_: Any) -> None:
-    """What is left of a job's calls when it has ended."""
+    """Replaces the calls of a job that has ended."""
