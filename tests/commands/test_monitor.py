@@ -1,4 +1,4 @@
-"""`megatrain monitor`: a run seen from its files, while they are being written."""
+"""`megatrain monitor`: a view of a run from its files, while they are being written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 import tiny_run
 from megatrain.commands import monitor as monitor_module
 from megatrain.commands.main import main
-from megatrain.commands.monitor import Tail, Watcher, _refresh, chart, monitor, render
+from megatrain.commands.monitor import Tail, Watcher, _redraw, application, chart, monitor, render
 from megatrain.metrics.record import MetricsWriter
 from step_records import record
 
@@ -29,14 +29,14 @@ def run(tmp_path: Path) -> Path:
 
 
 def shown(run: Path, now_s: float = 1.7e9 + 5) -> str:
-    view = Watcher(run).look()
+    view = Watcher(run).poll()
     console = Console(file=io.StringIO(), width=80)
     console.print(render(monitor_module.View(view.name, view.records, view.total_steps, view.log, now_s), 80))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_what_a_person_sees(run: Path) -> None:
+def test_the_view_shows_progress_numbers_and_the_end_of_the_log(run: Path) -> None:
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         for step in range(1, 6):
             metrics.write(record(step, loss=4.0 - step / 2, val_loss=3.0 if step == 2 else None, skipped_steps=1))
@@ -54,7 +54,7 @@ def test_before_the_first_step(run: Path) -> None:
     assert "line 1999" in text
 
 
-def test_a_run_that_stands_still_and_one_that_is_done(run: Path) -> None:
+def test_a_stalled_run_and_a_finished_one(run: Path) -> None:
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         metrics.write(record(5))
     assert "no step for 0:05:00" in shown(run, now_s=1.7e9 + 300)
@@ -93,7 +93,7 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
         assert tail.read()[-1].loss == 9.0
 
 
-def test_the_chart_shows_the_range_and_the_fall() -> None:
+def test_the_chart_shows_the_range_and_the_decrease() -> None:
     lines = chart([4.0, 3.0, 2.0, 1.0], 40, 2)
     assert lines == ["   4.0000 █▃  ", "   1.0000 ██▆▁"]
     assert chart([], 40, 2) == []
@@ -101,28 +101,28 @@ def test_the_chart_shows_the_range_and_the_fall() -> None:
     assert all("nan" not in line for line in chart([2.0], 40, 2))
 
 
-def test_no_terminal_means_one_view(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_the_view_is_printed_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", str(run)]) == 0
     assert "no step yet" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["nowhere", "bare"])
-def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / "bare").mkdir()
     assert main(["monitor", str(tmp_path / name)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
 
 
-def test_without_textual_the_view_is_drawn_again_and_again(run: Path) -> None:
+def test_without_textual_the_view_is_redrawn(run: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    looks = iter([True, True, False])
+    polls = iter([True, True, False])
 
     def go_on() -> bool:
         with MetricsWriter(run / "metrics.jsonl", 100) as metrics:
             metrics.write(record(len(metrics.history) + 1, epoch=0.1))
-        return next(looks)
+        return next(polls)
 
-    _refresh(Watcher(run), 0.01, console, go_on)
+    _redraw(Watcher(run), 0.01, console, go_on)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "no step yet" in text
@@ -130,22 +130,23 @@ def test_without_textual_the_view_is_drawn_again_and_again(run: Path) -> None:
     assert "step 2/" in text
 
 
-def test_textual_is_asked_for_only_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatrain.commands.monitor_app", None)
+def test_textual_is_imported_only_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textual.app", None)
     monitor(run, console=Console(file=io.StringIO(), width=80))
     monkeypatch.setattr(monitor_module, "find_spec", lambda name: None)
     seen: list[float] = []
-    monkeypatch.setattr(monitor_module, "_refresh", lambda watcher, every_s, console, go_on: seen.append(every_s))
+    monkeypatch.setattr(monitor_module, "_redraw", lambda watcher, every_s, console, go_on: seen.append(every_s))
     monitor(run, every_s=7.0, console=Console(file=io.StringIO(), force_terminal=True))
     assert seen == [7.0]
 
 
-def test_the_application_shows_new_steps_and_is_left_with_q(run: Path) -> None:
+def test_the_application_shows_new_steps_and_q_quits(run: Path) -> None:
     pytest.importorskip("textual")
-    from megatrain.commands.monitor_app import MonitorApp
+    from textual.app import App
+    from textual.widgets import Static
 
     async def use() -> None:
-        app = MonitorApp(Watcher(run), every_s=1000.0)
+        app = application(Watcher(run), every_s=1000.0)
         async with app.run_test(size=(90, 30)) as pilot:
             assert "no step yet" in text_of(app)
             with MetricsWriter(run / "metrics.jsonl") as metrics:
@@ -155,9 +156,9 @@ def test_the_application_shows_new_steps_and_is_left_with_q(run: Path) -> None:
             await pilot.press("q")
         assert app.return_code == 0
 
-    def text_of(app: MonitorApp) -> str:
+    def text_of(app: App[None]) -> str:
         console = Console(file=io.StringIO(), width=86)
-        console.print(app.view.content)
+        console.print(app.query_one("#view", Static).content)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 

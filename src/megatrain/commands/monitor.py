@@ -1,7 +1,7 @@
-"""`megatrain monitor RUN`: a run as it goes, from its files alone; the run does not know of it.
+"""`megatrain monitor RUN`: a live view of a run, read from its files; the run itself is not involved.
 
-With textual installed (`pip install 'megatrain[monitor]'`) an application that is left with `q`, without it a view that is drawn
-again and again until Ctrl-C; where the output is no terminal, the view once.
+With textual installed (`pip install 'megatrain[monitor]'`) the view is an application that `q` quits; without it, the view is
+redrawn until Ctrl-C. If the output is not a terminal, the view is printed once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from rich.console import Console, Group
@@ -24,15 +25,18 @@ from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord, parse_record
 from megatrain.run.folder import RunFolder
 
+if TYPE_CHECKING:
+    from textual.app import App
+
 LOG_LINES = 6
 CHART_ROWS = 8
 RECENT = 20
-"""Steps whose mean is shown beside the newest, and gives the pace."""
+"""Steps that the means and the time left are computed from."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Tail:
-    """The records of a metrics.jsonl that is being written; each call of `read` looks at new bytes only."""
+    """Records of a metrics.jsonl that is being written; each `read` parses new bytes only."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -41,7 +45,7 @@ class Tail:
         self.records: list[StepRecord] = []
 
     def read(self) -> list[StepRecord]:
-        """All records so far. A resumed run replaces the file; then it is read from its beginning."""
+        """All records so far. A resumed run replaces the file, which is then read from the beginning."""
         try:
             stream = self._path.open("rb")
         except FileNotFoundError:
@@ -53,7 +57,7 @@ class Tail:
                 self._file_id, self._offset = file_id, 0
                 self.records.clear()
             stream.seek(self._offset)
-            whole, newline, _ = stream.read().rpartition(b"\n")  # behind it, a line that is still being written
+            whole, newline, _ = stream.read().rpartition(b"\n")  # the rest is a line that is still being written
             for number, line in enumerate(whole.splitlines(), start=len(self.records) + 1):
                 self.records.append(parse_record(line, self._path, number))
             self._offset += len(whole) + len(newline)
@@ -62,7 +66,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown at one moment."""
+    """What the monitor shows at one moment."""
 
     name: str
     records: Sequence[StepRecord]
@@ -72,13 +76,10 @@ class View:
 
 
 class Watcher:
-    """Reads a run's folder again and again.
-
-    Args:
-        folder: The run's folder.
+    """Reads a run's folder again on each `poll`.
 
     Raises:
-        UserError: It is no run's folder.
+        UserError: `folder` is not the folder of a run.
     """
 
     def __init__(self, folder: Path):
@@ -88,7 +89,7 @@ class Watcher:
         self._run: RunConfig = load_config(self.files.config)
         self._tail = Tail(self.files.metrics)
 
-    def look(self) -> View:
+    def poll(self) -> View:
         records = self._tail.read()
         return View(
             name=self.files.path.name,
@@ -100,42 +101,65 @@ class Watcher:
 
 
 def monitor(folder: Path, *, every_s: float = 2.0, console: Console | None = None) -> None:
-    """Show a run until the user leaves.
+    """Show a run until the user quits.
 
     Args:
         folder: The run's folder.
-        every_s: Seconds between two looks at the files.
-        console: Where to; None: standard output.
+        every_s: Seconds between two reads of the files.
+        console: Where to print; None is standard output.
 
     Raises:
-        UserError: It is no run's folder.
+        UserError: `folder` is not the folder of a run.
     """
     watcher = Watcher(folder)
     console = console or Console()
     if not console.is_terminal:
-        console.print(render(watcher.look(), console.width))
+        console.print(render(watcher.poll(), console.width))
     elif find_spec("textual") is not None:
-        from megatrain.commands.monitor_app import MonitorApp
-
-        MonitorApp(watcher, every_s).run()
+        application(watcher, every_s).run()
     else:
-        _refresh(watcher, every_s, console, lambda: True)
+        _redraw(watcher, every_s, console, lambda: True)
 
 
-def _refresh(watcher: Watcher, every_s: float, console: Console, go_on: Callable[[], bool]) -> None:
+def _redraw(watcher: Watcher, every_s: float, console: Console, go_on: Callable[[], bool]) -> None:
     from rich.live import Live
 
-    with Live(render(watcher.look(), console.width), console=console, auto_refresh=False) as live:
+    with Live(render(watcher.poll(), console.width), console=console, auto_refresh=False) as live:
         while go_on():
             try:
                 time.sleep(every_s)
             except KeyboardInterrupt:
                 return
-            live.update(render(watcher.look(), console.width), refresh=True)
+            live.update(render(watcher.poll(), console.width), refresh=True)
+
+
+def application(watcher: Watcher, every_s: float) -> App[None]:
+    """The monitor as a textual application; only callable with textual installed."""
+    from textual.app import App, ComposeResult
+    from textual.binding import BindingType
+    from textual.containers import VerticalScroll
+    from textual.widgets import Footer, Static
+
+    class MonitorApp(App[None]):
+        BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "quit"), ("r", "poll", "refresh")]
+        TITLE = watcher.files.path.name
+
+        def compose(self) -> ComposeResult:
+            yield VerticalScroll(Static(id="view"))
+            yield Footer()
+
+        def on_mount(self) -> None:
+            self.action_poll()
+            self.set_interval(every_s, self.action_poll)
+
+        def action_poll(self) -> None:
+            self.query_one("#view", Static).update(render(watcher.poll(), self.size.width - 4))
+
+    return MonitorApp()
 
 
 def render(view: View, width: int) -> Group:
-    """The view as something rich prints."""
+    """The view as a rich renderable."""
     records = view.records
     if not records:
         return Group(Text(f"{view.name}: no step yet"), *map(Text, view.log))
@@ -153,7 +177,7 @@ def render(view: View, width: int) -> Group:
 
 
 def chart(values: Sequence[float], width: int, rows: int) -> list[str]:
-    """Bars of block characters, one column for each value or group of values, with the range at the left."""
+    """A bar chart of block characters, one column per value or group of values, with the range at the left."""
     if not values:
         return []
     groups = np.array_split(np.asarray(values, dtype=np.float64), min(width, len(values)))
@@ -199,7 +223,7 @@ def _shown(value: float | None, spec: str) -> str:
 
 
 def _age(view: View) -> str:
-    """How long ago the newest step was, or what is left."""
+    """`done`, the time left, or how long ago the newest step was."""
     last = view.records[-1]
     ago_s = max(0.0, view.now_s - last.unix_time_s)
     recent = [record.step_s for record in view.records[-RECENT:] if record.step > 0]
@@ -214,7 +238,7 @@ def _age(view: View) -> str:
 
 
 def _total_steps(run: RunConfig, records: Sequence[StepRecord]) -> int | None:
-    """Length of the run. The steps of an epoch are known from any record that tells both; None before the first."""
+    """Length of the run in steps. Steps per epoch follow from the newest record; None before the first one."""
     if run.schedule.steps is not None:
         return run.schedule.steps
     last = records[-1] if records else None
@@ -222,7 +246,7 @@ def _total_steps(run: RunConfig, records: Sequence[StepRecord]) -> int | None:
 
 
 def _last_lines(path: Path, count: int) -> list[str]:
-    """The end of a log file, however long the file is."""
+    """The last lines of a log file; reads at most its last 8 KiB."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, path.stat().st_size - 8192))
