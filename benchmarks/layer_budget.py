@@ -1,132 +1,173 @@
-"""What a compiled layer holds and costs by activation memory budget, and other figures that the plan is made of.
+"""What a compiled layer holds and costs by activation memory budget, and what the head costs: sources of the planner's constants.
 
-Use: python benchmarks/layer_budget.py SIZE ROWS TOKENS BUDGET...
+Use: python benchmarks/layer_budget.py SHAPE ROWS TOKENS BUDGET...
+     python benchmarks/layer_budget.py qwen3-8b 32 1024 1.0 0.5 0.3 0.2
+     python benchmarks/layer_budget.py tiny 2 64 1.0 0.5 0.2      on a CPU: only the bytes that a forward saves
+SHAPE is one of `megatrain bench --shape`. Budget 1.0 is the `keep` variant of a layer's code, smaller ones are `selective`. The
+script fails unless each smaller budget saves fewer bytes for the backward: else two budgets ran the same compiled graph.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from host_step import config_folder
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
+from megatrain.commands.bench.shapes import folder_of, structure_of
 from megatrain.device.attention import fastest_attention, measured_backends
-from megatrain.host_memory.layout import FlatLayout
-from megatrain.host_memory.store import UnitPlanes
-from megatrain.models.build import build_meta_model, load_model_config
-from megatrain.models.structure import dissect
+from megatrain.machine.probe import device_seconds
+from megatrain.models.structure import Structure, attention_shape
 from megatrain.models.templates import LayerCode
-from megatrain.optim.adamw import AdamW
-from megatrain.optim.spec import segments_of
+from megatrain.planner.model_cost import layer_arguments
+from megatrain.units import GIB
 
 
-def seconds(run, repeat=5):
-    times = []
-    for _ in range(repeat):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+class Layer:
+    """The first layer of a shape with random weights, to run with any compiled code."""
+
+    def __init__(self, structure: Structure, rows: int, tokens: int, device: torch.device):
+        dtype = torch.bfloat16
+        unit = structure.layers[0]
+        flat = (torch.randn(unit.layout.numel, device=device) * 0.02).to(dtype)
+        self.weights = {name: view.requires_grad_() for name, view in unit.layout.views(flat).items()}
+        self.module = structure.layer_stack()[0]
+        ids_BT = torch.zeros((rows, tokens), dtype=torch.int64, device=device)
+        buffers = {name: buffer.to(device) for name, buffer in structure.model.named_buffers()}
+        (hidden_BTD, *rest), self._kwargs = layer_arguments(structure, ids_BT, buffers)
+        self.hidden_BTD = torch.randn_like(hidden_BTD, dtype=dtype).requires_grad_()
+        self.gradient_BTD = torch.ones_like(self.hidden_BTD)
+        self._args = (self.hidden_BTD, *rest)
+
+    def code(self, budget: float) -> LayerCode:
+        return LayerCode(self.module, f"budget_{round(budget * 1000)}", compiled=True, budget=budget)
+
+    def forward(self, code: LayerCode, budget: float) -> torch.Tensor:
+        out = code("keep" if budget == 1.0 else "selective", self.weights, self._args, self._kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward_only(self, code: LayerCode) -> None:
+        with torch.no_grad():
+            code("forward", self.weights, self._args, self._kwargs)
+
+    def backward(self, out: torch.Tensor) -> None:
+        torch.autograd.grad(out, [self.hidden_BTD, *self.weights.values()], self.gradient_BTD)
+
+    def both(self, code: LayerCode, budget: float) -> None:
+        self.backward(self.forward(code, budget))
+
+    def saved_bytes(self, code: LayerCode, budget: float) -> int:
+        """Bytes that a forward saves for its backward, each storage once, without weights and the layer's input."""
+        known = {t.untyped_storage().data_ptr() for t in (*self.weights.values(), self.hidden_BTD)}
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = self.forward(code, budget)
+        assert out.requires_grad
+        return sum(found.values())
 
 
-def gpu_adamw(numel=193_000_000):
-    g = torch.randn(numel, device="cuda").bfloat16()
-    kinds = {
-        "hi": torch.randn(numel, device="cuda").bfloat16(),
-        "lo": torch.randint(-9, 9, (numel,), device="cuda").short(),
-        "m": torch.randn(numel, device="cuda") * 0.1,
-        "v": torch.rand(numel, device="cuda") * 0.1,
-    }
-    layout, optim = FlatLayout((), numel), AdamW()
-    planes = UnitPlanes.of("unit", layout, kinds)
-    twin = UnitPlanes.of("unit", layout, {kind: plane.clone() for kind, plane in kinds.items()})
-    segments = segments_of(
-        [("a.weight", (numel // 2, 1), 0, numel // 2), ("b", (numel // 2,), numel // 2, numel // 2)], optim
+def check_budgets(saved: Mapping[float, int]) -> None:
+    """Raise SystemExit unless each smaller budget saves fewer bytes."""
+    ordered = sorted(saved.items(), reverse=True)
+    for (larger, more), (smaller, less) in zip(ordered, ordered[1:], strict=False):
+        if not less < more:
+            raise SystemExit(
+                f"budget {smaller} saves {less:,} bytes, budget {larger} {more:,}: they were not compiled apart"
+            )
+
+
+def gpu_figures(layer: Layer, code: LayerCode, budget: float, device: torch.device) -> str:
+    """Bytes held between forward and backward, peak of the backward on top, and times."""
+    base = torch.cuda.memory_allocated()
+    out = layer.forward(code, budget)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - base
+    torch.cuda.reset_peak_memory_stats()
+    at = torch.cuda.memory_allocated()
+    layer.backward(out)
+    peak = torch.cuda.max_memory_allocated() - at
+    del out
+    forward_s = device_seconds(partial(layer.forward, code, budget), device)
+    both_s = device_seconds(partial(layer.both, code, budget), device)
+    return (
+        f"held {held / GIB:.2f} GiB, backward peak +{peak / GIB:.2f} GiB, "
+        f"forward {forward_s * 1e3:.1f} ms, both {both_s * 1e3:.1f} ms"
     )
-    coefficients = optim.coefficients(3, 1e-3, 0.37)
-    optim.update_on_device(planes, g, segments, coefficients)
-    optim.update_unit_(twin, g, segments, coefficients)
-    same = [torch.equal(plane.view(torch.uint8), twin.state()[kind].view(torch.uint8)) for kind, plane in kinds.items()]
-    t = seconds(lambda: optim.update_on_device(planes, g, segments, coefficients))
-    print(f"gpu adamw: same bits {same}, {numel / t / 1e9:.1f} G params/s", flush=True)
 
 
-def head(size, tokens_list, hidden, vocabulary=151936):
-    weight = (torch.randn(vocabulary, hidden, device="cuda") * 0.02).bfloat16().requires_grad_()
-    loss_of = {
-        "eager": lambda h, y: cross_entropy(torch.nn.functional.linear(h, weight).float(), y, reduction="sum"),
-    }
-    loss_of["compiled"] = torch.compile(loss_of["eager"], dynamic=False)
+def layers(
+    structure: Structure, rows: int, tokens: int, budgets: list[float], device: torch.device
+) -> dict[float, int]:
+    """Print a line for each budget; returns the bytes that each saves for the backward."""
+    layer = Layer(structure, rows, tokens, device)
+    saved: dict[float, int] = {}
+    for budget in budgets:
+        code = layer.code(budget)  # compiled anew: the compiler does not see the budget in its guards
+        started = time.perf_counter()
+        layer.both(code, budget)
+        compiled_s = time.perf_counter() - started
+        saved[budget] = layer.saved_bytes(code, budget)
+        figures = gpu_figures(layer, code, budget, device) if device.type == "cuda" else ""
+        print(f"budget {budget}: compiled in {compiled_s:.0f} s, {saved[budget]:,} bytes saved; {figures}", flush=True)
+    check_budgets(saved)
+    if device.type == "cuda":
+        plain = partial(layer.forward_only, layer.code(1.0))
+        print(f"forward without gradients {device_seconds(plain, device) * 1e3:.1f} ms", flush=True)
+    return saved
+
+
+def head(tokens_list: tuple[int, ...], hidden: int, vocabulary: int, device: torch.device) -> None:
+    """Time and peak memory of logits and cross entropy, eager and compiled, by tokens of a chunk."""
+    weight = (torch.randn(vocabulary, hidden, device=device) * 0.02).bfloat16().requires_grad_()
+
+    def loss(hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(linear(hidden_ND, weight).float(), labels_N, reduction="sum")
+
+    compiled = torch.compile(loss, dynamic=False)
     for tokens in tokens_list:
-        h = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        y = torch.randint(0, vocabulary, (tokens,), device="cuda")
-        for name, f in loss_of.items():
+        hidden_ND = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        labels_N = torch.randint(0, vocabulary, (tokens,), device=device)
+        for name, run in (("eager", loss), ("compiled", compiled)):
             torch.cuda.reset_peak_memory_stats()
             base = torch.cuda.memory_allocated()
-            t = seconds(lambda: torch.autograd.grad(f(h, y), [h, weight]))
+            seconds = device_seconds(
+                lambda run=run, x=hidden_ND, y=labels_N: torch.autograd.grad(run(x, y), [x, weight]), device
+            )
             peak = torch.cuda.max_memory_allocated() - base
             print(
-                f"head {name} {tokens} tokens: {t / tokens * 32768:.3f} s per 32k tokens, peak {peak / 2**30:.2f} GiB",
+                f"head {name} {tokens} tokens: {seconds / tokens * 32768:.3f} s per 32k tokens, peak {peak / GIB:.2f} GiB",
                 flush=True,
             )
 
 
-def main(size, rows, tokens, budgets):
-    config = load_model_config(config_folder(size))
-    meta = build_meta_model(config, compute_dtype=torch.bfloat16)
-    structure = dissect(meta)
-    unit = structure.layers[0]
-    module = structure.layer_stack()[0]
-    flat = (torch.randn(unit.layout.numel, device="cuda") * 0.02).bfloat16()
-    weights = {n: v.requires_grad_() for n, v in unit.layout.views(flat).items()}
-    x = torch.randn(rows, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    rotary = meta.model.rotary_emb.cuda()
-    position = rotary(x, torch.arange(tokens, device="cuda")[None])
-    order = measured_backends(
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim, tokens, torch.bfloat16, x.device
-    )
-    print("attention", [(b.name, round(ms, 2)) for b, ms in order], flush=True)
-    kwargs = {"position_embeddings": position, "attention_mask": None, "position_ids": None, "use_cache": False}
-    with fastest_attention(tuple(b for b, _ in order)):
-        for budget in budgets:
-            code = LayerCode(module, f"b{int(budget * 1000)}", compiled=True, budget=budget)
-            started = time.perf_counter()
-            y = code("keep", weights, (x,), kwargs)
-            torch.autograd.grad(y, [x, *weights.values()], torch.ones_like(y))
-            torch.cuda.synchronize()
-            compiled = time.perf_counter() - started
-            del y
-            base = torch.cuda.memory_allocated()
-            y = code("keep", weights, (x,), kwargs)
-            torch.cuda.synchronize()
-            held = torch.cuda.memory_allocated() - base
-            g = torch.ones_like(y)
-            torch.cuda.reset_peak_memory_stats()
-            at = torch.cuda.memory_allocated()
-            grads = torch.autograd.grad(y, [x, *weights.values()], g)
-            peak = torch.cuda.max_memory_allocated() - at
-            del grads, y
-            forward = seconds(lambda: code("keep", weights, (x,), kwargs))
-            both = seconds(lambda: torch.autograd.grad(code("keep", weights, (x,), kwargs), [x, *weights.values()], g))
-            print(
-                f"budget {budget}: compile {compiled:.0f} s, held {held / 2**30:.2f} GiB, backward peak +{peak / 2**30:.2f} GiB, "
-                f"forward {forward * 1e3:.1f} ms, both {both * 1e3:.1f} ms",
-                flush=True,
-            )
-        code = LayerCode(module, "fwd", compiled=True)
-        with torch.no_grad():
-            code("forward", weights, (x,), kwargs)
-            print(
-                f"forward without gradients {seconds(lambda: code('forward', weights, (x,), kwargs)) * 1e3:.1f} ms",
-                flush=True,
-            )
+def main(shape: str, rows: int, tokens: int, budgets: list[float]) -> dict[float, int]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        structure = structure_of(folder_of(shape, Path(scratch)), torch.bfloat16)
+    config: Any = structure.model.config
+    text = config.get_text_config()
+    if device.type == "cpu":
+        return layers(structure, rows, tokens, budgets, device)
+    order = measured_backends(*attention_shape(text), tokens, torch.bfloat16, device)
+    print("attention", [(backend.name, round(ms, 2)) for backend, ms in order], flush=True)
+    with fastest_attention(tuple(backend for backend, _ in order)):
+        saved = layers(structure, rows, tokens, budgets, device)
+    head((1408, 2816, 8192), text.hidden_size, text.vocab_size, device)
+    return saved
 
 
 if __name__ == "__main__":
-    gpu_adamw()
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [float(b) for b in sys.argv[4:]])
-    head(sys.argv[1], [1408, 2816, 8192], 4096)
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [float(word) for word in sys.argv[4:]])
