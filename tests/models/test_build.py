@@ -236,7 +236,7 @@ def test_refused_folders(tmp_path: Path):
     (tmp_path / "Qwen9-135M-Instruct").mkdir()
     with pytest.raises(UserError, match=r"did you mean .*Qwen9-135M-Instruct"):
         load_model_config(tmp_path / "qwen9")
-    with pytest.raises(UserError, match=r"nothing is downloaded: `hf download nobody/nothing`"):
+    with pytest.raises(UserError, match=r"nothing is downloaded: run `hf download nobody/nothing`"):
         load_model_config("nobody/nothing")
     with pytest.raises(UserError, match=r"give a folder with config\.json"):
         load_model_config(tmp_path / "other")

@@ -13,22 +13,22 @@ from torch.func import functional_call
 from families import BY_NAME, batch, build
 from megatrain.models.chunked_mlp import (
     ComputeChunk,
-    Place,
+    ModuleKey,
     TokenChunks,
     draws_random_numbers,
+    find_token_wise,
     mlp_matrices,
     modules_in_chunks,
-    token_wise_places,
 )
 from megatrain.models.structure import dissect
 from megatrain.models.templates import LayerCode
 
 
-def places_of(name: str) -> dict[Place, str]:
+def places_of(name: str) -> dict[ModuleKey, str]:
     model = build(BY_NAME[name], seed=0).eval()
     structure = dissect(model)
     ids = batch(BY_NAME[name], seed=0, rows=2, tokens=16)["input_ids"]
-    return token_wise_places(
+    return find_token_wise(
         model.get_submodule(structure.base_name),
         list(structure.layer_stack()),
         lambda: model(input_ids=ids, use_cache=False),
@@ -54,7 +54,7 @@ def test_what_computes_each_token_by_itself_is_found_by_what_it_does(name: str, 
 
 def test_what_stands_against_a_module_is_said() -> None:
     objections = {path: objection for (_, path, _), objection in places_of("bloom").items()}
-    assert objections["mlp"] == "it takes more than hidden states"
+    assert objections["mlp"] == "takes more than hidden states"
 
 
 class Capacity(nn.Module):
@@ -81,13 +81,10 @@ class Layer(nn.Module):
 def test_experts_with_a_capacity_are_left_whole_by_name(caplog: pytest.LogCaptureFixture) -> None:
     root = nn.Module()
     root.layer = layer = Layer(Capacity())
-    places = token_wise_places(root, [layer], lambda: layer(torch.randn(2, 6, 8)))
-    with caplog.at_level(logging.INFO):
+    places = find_token_wise(root, [layer], lambda: layer(torch.randn(2, 6, 8)))
+    with caplog.at_level(logging.DEBUG):
         assert modules_in_chunks(layer, places, ()) == []
-    assert (
-        "Layer.mlp is not computed in chunks of tokens: what it computes for a token depends on other tokens"
-        in caplog.text
-    )
+    assert "Layer.mlp: not computed in chunks of tokens: output of a token depends on other tokens" in caplog.text
 
 
 def test_dropout_and_jitter_are_random_numbers() -> None:
@@ -179,7 +176,7 @@ def test_what_comes_out_in_another_type_is_an_error_and_no_cast() -> None:
             return super().forward(hidden).double()
 
     module = Upcast(2, 2)
-    with pytest.raises(AssertionError, match=r"torch\.float64 out of torch\.float32"):
+    with pytest.raises(AssertionError, match=r"torch\.float64 output for torch\.float32 input"):
         TokenChunks(module, eager(module), 1).twin()(torch.randn(1, 3, 2))
 
 

@@ -152,7 +152,7 @@ def test_the_outermost_stack_is_taken() -> None:
 
 
 def test_a_model_without_a_base_is_refused() -> None:
-    with pytest.raises(UserError, match="no base model that could be separated from its head"):
+    with pytest.raises(UserError, match="no base model that can be separated from its head"):
         dissect(Toy(nn.Linear(4, 4), layers=2, prefix="transformer"))
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hosted import host_folder, save_family
 from megatrain.errors import UserError
 from megatrain.models import weights
-from megatrain.models.weights import check_weights, find_weight_files, hf_tensors, load_weights
+from megatrain.models.conversion import to_checkpoint, unit_of_names
+from megatrain.models.weights import check_weights, find_weight_files, load_weights
 
 # Fused experts (stacked, interleaved, transposed), renamed prefixes, split and merged projections, linear attention.
 ROUND_TRIP = [
@@ -44,8 +45,11 @@ def test_planes_equal_from_pretrained_and_go_back(name: str, tmp_path: Path):
     assert all(p.is_meta for p in hosted.structure.model.parameters())
 
     back: dict[str, torch.Tensor] = {}
+    owner, model = unit_of_names(hosted.structure), hosted.structure.model
+    assert isinstance(model, PreTrainedModel)
     for unit in hosted.structure.units:
-        part = hf_tensors(hosted.structure, hosted.store, unit, torch.float32, hosted.buffers)
+        tensors = masters | hosted.buffers
+        part = to_checkpoint(model, {name: tensors[name] for name in tensors if owner[name] == unit.name})
         assert not back.keys() & part.keys()
         back |= part
     source = read_all(tmp_path)
@@ -123,8 +127,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     [
         (lambda t: t.pop(DOWN), f"1 tensor missing: {DOWN}"),
         (lambda t: t.update({DOWN: t[DOWN][:-1].contiguous()}), r"has shape \(63, 96\).*makes it \(64, 96\)"),
-        (lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)}), f"{DOWN} has type torch.float8_e4m3fn"),
-        (lambda t: t.update({DOWN: t[DOWN].double()}), f"{DOWN} has type torch.float64"),
+        (lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)}), f"{DOWN} has dtype torch.float8_e4m3fn"),
+        (lambda t: t.update({DOWN: t[DOWN].double()}), f"{DOWN} has dtype torch.float64"),
     ],
     ids=["missing", "shape", "fp8", "fp64"],
 )
@@ -218,7 +222,7 @@ def test_damaged_shards_are_named(tmp_path: Path):
     with pytest.raises(UserError, match=f"shard {shard.name} is missing"):
         find_weight_files(tmp_path)
     save_file({"other": torch.ones(1)}, shard)
-    with pytest.raises(UserError, match="should be in this shard by model"):
+    with pytest.raises(UserError, match="should be in this shard according to model"):
         find_weight_files(tmp_path)
     (tmp_path / weights.INDEX_FILE).write_text("[1]")
     with pytest.raises(UserError, match="not a safetensors index"):

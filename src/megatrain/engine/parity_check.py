@@ -33,7 +33,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatrain.errors import MegatrainError, UserError
-from megatrain.models.chunked_mlp import Place, token_wise_places
+from megatrain.models.chunked_mlp import ModuleKey, find_token_wise
 from megatrain.models.families import TESTED
 from megatrain.models.structure import dissect
 
@@ -166,8 +166,8 @@ def verify_packing(
 
 def token_wise(
     config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
-) -> Mapping[Place, str]:
-    """Modules that may be computed in chunks of tokens, each with what speaks against it; see `token_wise_places`.
+) -> Mapping[ModuleKey, str]:
+    """Modules that may be computed in chunks of tokens, each with what speaks against it; see `find_token_wise`.
 
     Empty, with a warning, where no tiny copy of the config runs. The answer is remembered for each config.
     """
@@ -225,7 +225,7 @@ def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) 
 
 
 @functools.lru_cache(maxsize=64)
-def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Mapping[Place, str]:
+def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Mapping[ModuleKey, str]:
     try:
         model = _tiny_model(key.config, attention, trust_remote_code).eval()
     except _NoTinyCopy as error:
@@ -233,7 +233,7 @@ def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Ma
         return {}
     structure = dissect(model)
     ids_BT = _batch(model, seed=0)["input_ids"]
-    return token_wise_places(
+    return find_token_wise(
         model.get_submodule(structure.base_name),
         list(structure.layer_stack()),
         lambda: model(input_ids=ids_BT, use_cache=False),

@@ -1,13 +1,12 @@
-"""From a model folder, a config or a model in memory to a model on meta: parameters without storage, buffers real.
+"""Build a model on the meta device from a folder, a config or a model in memory: parameters have no storage, buffers are real.
 
 [Note: buffers of a meta model]
-Parameters live in the host store and are bound for each call, so the model itself needs none of them. Buffers differ: rotary
-tables, causal masks and scales are made in `__init__`, where the meta device loses their values. transformers has the same
-problem in `from_pretrained` and solves it with a promise every family keeps: `_init_weights` of the PreTrainedModel that owns
-a module restores that module's buffers. The same call is made here, with all parameters flagged as initialised: the state
-`from_pretrained` is in after loading. Values and dtypes are therefore those of `from_pretrained`: `inv_freq` stays fp32 under
-bf16 compute. Persistent buffers (a router's correction bias) are part of the weights: zeros until weights or random
-initialisation fill them.
+Parameters live in the host store and are bound for each call, so the model itself needs none. Buffers are different: rotary
+tables, causal masks and scales are computed in `__init__`, and the meta device discards their values. `from_pretrained` has the
+same problem and relies on a rule that every family follows: `_init_weights` of the PreTrainedModel that owns a module restores
+that module's buffers. We make the same call with all parameters flagged as initialised, which is the state `from_pretrained`
+is in after loading. Values and dtypes therefore match `from_pretrained`: `inv_freq` stays fp32 under bf16 compute. Persistent
+buffers (a router's correction bias) belong to the weights: they are zeros until loading or random initialisation fills them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as hf_init
@@ -30,51 +30,49 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
+from megatrain.models.structure import owner_of
 
 IGNORE_IS_DECODER = frozenset({"gpt_neox", "gpt_neox_japanese"})
-"""Decoder-only families whose config carries an `is_decoder: false` that their code never reads."""
+"""Decoder-only families whose configs say `is_decoder: false`, which their code never reads."""
 
 _DECODERS_ONLY = "only decoder-only language models can be trained"
+_CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError)
 
 
 def find_model_folder(path: str | Path) -> Path:
-    """The local folder behind a folder path, or behind a hub id that is in the local cache.
+    """Return the local folder for a path, or for a hub id that is in the local cache.
 
     Raises:
-        UserError: Neither exists, with similar names where there are any.
+        UserError: Neither exists; suggests similar names.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise UserError("is a file, not a model folder", str(path), "give the folder that holds config.json")
+        raise UserError("is a file, not a model folder", str(path), "give the folder that contains config.json")
     cached = cached_snapshot(str(path))
     if cached is not None:
         return cached
     near = _near(folder.name, [p.name for p in folder.parent.iterdir() if p.is_dir()]) if folder.parent.is_dir() else []
     if near:
         remedy = f"did you mean {', '.join(str(folder.parent / name) for name in near)}?"
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir():  # what a hub id looks like
-        remedy = f"nothing is downloaded: `hf download {path}` puts it into the local cache; or give a folder with config.json"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir():  # looks like a hub id
+        remedy = f"nothing is downloaded: run `hf download {path}` first, or give a folder with config.json"
     else:
         remedy = "give a folder with config.json, or a cached hub id"
     raise UserError("no such model folder", str(path), remedy)
 
 
 def known_positions(config: PreTrainedConfig) -> int | None:
-    """The most positions that a row may have by the model's config; None: no limit."""
+    """Maximum row length that the config allows, in tokens; None: no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read the config of a causal language model, and refuse what megatrain cannot train.
-
-    Args:
-        path: A folder with config.json, or a hub id in the local cache.
-        trust_remote_code: Whether code inside the folder may run.
+    """Read the config of a causal language model; `path` is a folder, or a hub id in the local cache.
 
     Raises:
-        UserError: No folder, no config.json, a model type this transformers does not know, not a decoder, or quantized.
+        UserError: No folder, no valid config.json, a model type unknown to the installed transformers, not a decoder, quantized.
     """
     folder = find_model_folder(path)
     raw = _read_config_json(folder)
@@ -85,11 +83,10 @@ def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreT
         raise UserError(_unknown_type(model_type), where, _unknown_type_remedy(model_type, remote))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
-        raise UserError(f"not a valid {model_type} config: {_first_line(error)}", where) from error
     except Exception as error:
         # huggingface_hub's validation errors derive from Exception alone, and their module moved between versions.
-        if type(error).__module__.partition(".")[0] != "huggingface_hub":
+        from_hub = type(error).__module__.partition(".")[0] == "huggingface_hub"
+        if not from_hub and not isinstance(error, _CONFIG_ERRORS):
             raise
         raise UserError(f"not a valid {model_type} config: {_first_line(error)}", where) from error
     _refuse_quantized(config, where)
@@ -104,39 +101,32 @@ def build_meta_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model with parameters on meta and real buffers on the CPU; see [Note: buffers of a meta model].
+    """Build a causal language model with parameters on meta and real buffers on the CPU; see [Note: buffers of a meta model].
 
     Args:
-        config: The model's config; it is copied, not changed.
-        compute_dtype: Type of the parameters, except those that transformers keeps in fp32.
-        attn_implementation: `sdpa`, `eager`...; by default sdpa where the family supports it, else eager.
+        config: Copied, not changed.
+        compute_dtype: Dtype of the parameters, except those that transformers keeps in fp32.
+        attn_implementation: `sdpa`, `eager`...; default: sdpa if the family supports it, else eager.
         trust_remote_code: Whether code that the config refers to may run.
 
     Raises:
-        UserError: transformers cannot build it, for lack of the attention or of a package.
+        UserError: transformers cannot build it: unsupported attention, a missing package, or invalid values in the config.
     """
     config = copy.deepcopy(config)
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        part.use_cache = False
+    _disable_cache(config)
     extra: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         with torch.device("meta"), hf_init.meta_device_safe_creation_ops():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=compute_dtype, trust_remote_code=trust_remote_code, **extra
             )
-    except (ValueError, ImportError) as error:  # how transformers says that it lacks an attention or a package
+    except (ValueError, ImportError) as error:  # an unsupported attention, or a missing package
         raise UserError(f"the model cannot be built: {_first_line(error)}", config.model_type) from error
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ZeroDivisionError,
-    ) as error:  # a value that no code knows
+    except (KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:  # an invalid value
         raise UserError(
             f"the model cannot be built from its config: {type(error).__name__}: {_first_line(error)}",
             f"model type {config.model_type}",
-            "look at the values in config.json",
+            "check the values in config.json",
         ) from error
     _settle_parameters(model, compute_dtype)
     _make_buffers(model, compute_dtype)
@@ -144,21 +134,21 @@ def build_meta_model(
 
 
 def refuse_no_causal_lm(model: object) -> None:
-    """Raise a UserError for a model in memory that is no causal language model of transformers."""
+    """Raise a UserError unless a model in memory is a transformers causal language model."""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             f"expected a causal language model of transformers, found an object of type {kind}",
-            remedy="give a model folder, or what AutoModelForCausalLM returns, without a wrapper around it",
+            remedy="give a model folder, or the model that AutoModelForCausalLM returns, without a wrapper",
         )
-    what = f"the {kind} in memory"
+    where = f"the {kind} in memory"
     if model.get_output_embeddings() is None:
-        raise UserError("has no language modelling head", what, "build it with AutoModelForCausalLM")
-    _refuse_encoder(model.config, what)
+        raise UserError("has no language modelling head", where, "build it with AutoModelForCausalLM")
+    _refuse_encoder(model.config, where)
 
 
 def refuse_router_loss(config: PreTrainedConfig, where: str) -> None:
-    """Raise a UserError for a config that asks for the router's auxiliary loss: layers that stream give no router logits."""
+    """Raise a UserError for a config that asks for the router's auxiliary loss: streamed layers return no router logits."""
     if any(getattr(part, "output_router_logits", False) for part in (config, config.get_text_config())):
         raise UserError(
             "the router's auxiliary loss is not supported",
@@ -171,20 +161,20 @@ NOT_ARCHITECTURE = frozenset(
     "_name_or_path transformers_version dtype torch_dtype use_cache architectures auto_map attn_implementation "
     "_attn_implementation _attn_implementation_internal bos_token_id eos_token_id pad_token_id id2label label2id".split()
 )
-"""Keys of a config that say nothing of what the layers compute."""
+"""Config keys that do not affect what the layers compute."""
 
 
 def refuse_other_config(checkpoint: Path, config: PreTrainedConfig) -> None:
-    """Refuse a checkpoint whose model has the same tensors but computes something else (another activation, rotary base...).
+    """Refuse a checkpoint whose config has the same tensors but computes something else (activation, rotary base...).
 
     Raises:
-        UserError: With the keys that differ. A folder without a readable config is left to the checkpoint's own checks.
+        UserError: Lists the keys that differ. A folder without a readable config is left to the checkpoint's own checks.
     """
     file = checkpoint / "config.json"
     try:
-        raw, _ = type(config).get_config_dict(str(checkpoint))  # infinities are written as words that it knows
+        raw, _ = type(config).get_config_dict(str(checkpoint))  # decodes infinities, which JSON stores as strings
         if raw.get("model_type") != config.model_type:
-            return  # the language model out of a larger one, or another family, which its tensors' names give away
+            return  # the text model of a multimodal one, or another family, which the tensor names will show
         saved = type(config).from_dict(raw).to_dict()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError):
         return
@@ -196,12 +186,12 @@ def refuse_other_config(checkpoint: Path, config: PreTrainedConfig) -> None:
         raise UserError(
             f"the checkpoint's model computes something else: {what}",
             str(file),
-            "go on with the config it was trained with, or start a new run from this folder's weights",
+            "resume with the config it was trained with, or start a new run from this folder's weights",
         )
 
 
 def _architecture(value: Any) -> Any:
-    """A config value without the keys that say nothing, in nested configs too; tuples and lists alike."""
+    """A config value without `NOT_ARCHITECTURE` keys, nested configs included; tuples become lists."""
     if isinstance(value, dict):
         return {k: _architecture(v) for k, v in value.items() if k not in NOT_ARCHITECTURE}
     if isinstance(value, list | tuple):
@@ -210,25 +200,23 @@ def _architecture(value: Any) -> Any:
 
 
 def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A copy of an in-memory model: parameters on meta, copies of all buffers on the CPU. `model` stays as it is.
+    """Copy a model with its parameters on meta and all buffers copied to the CPU. `model` is not changed.
 
     Args:
         model: The model, with real parameters.
-        compute_dtype: Type of the meta parameters; the model's own by default.
+        compute_dtype: Dtype of the meta parameters; default: the model's own.
     """
-    # deepcopy asks its memo first: parameters that are in there already are never copied, and ties stay ties.
+    # deepcopy looks in its memo first: parameters that are already there are never copied, and ties stay ties.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        # An fp32 parameter of a model of another type was made so by its family, and stays so.
+        # If the model has another dtype, its fp32 parameters were made fp32 by the family's code and stay fp32.
         follows = parameter.is_floating_point() and (parameter.dtype != torch.float32 or model.dtype == torch.float32)
         dtype = compute_dtype if compute_dtype and follows else parameter.dtype
-        empty = torch.empty_like(parameter, dtype=dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = _on_meta(parameter, dtype)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
     twin = copy.deepcopy(model, memo)
-    for part in {id(c): c for c in (twin.config, twin.config.get_text_config())}.values():
-        part.use_cache = False
+    _disable_cache(twin.config)
     if compute_dtype:
         twin.config.dtype = compute_dtype
         _settle_parameters(twin, compute_dtype)
@@ -236,10 +224,10 @@ def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | No
 
 
 def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> set[str]:
-    """Parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`.
+    """Full names of parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`.
 
-    These are the ones its loading rules name, and those that the family's code makes in fp32 whatever the model's type (some
-    routers); the latter are known only of a model that was built for `compute_dtype`.
+    These are the names in transformers' loading rules, and tensors that the family's code always creates in fp32 (some routers);
+    the latter are found only if the model was built for `compute_dtype`.
     """
     if compute_dtype == torch.float32:
         return set()
@@ -255,10 +243,10 @@ def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> 
 
 
 def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Set the buffers `names` to the values the family starts with, and touch nothing else.
+    """Set the buffers `names` to the family's initial values, and change nothing else.
 
     Raises:
-        UserError: The family's `_init_weights` leaves one of them out.
+        UserError: The family's `_init_weights` does not set one of them.
     """
     wanted = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in names}
     ids = {id(buffer) for buffer in wanted.values()}
@@ -268,41 +256,47 @@ def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def mark_unfilled(tensors: Iterable[torch.Tensor]) -> None:
-    """Fill floating tensors with NaN, so that `refuse_unfilled` sees which of them an initialisation left out."""
+    """Fill floating-point tensors with NaN, so that `refuse_unfilled` can tell which ones an initialisation left out."""
     for tensor in tensors:
         tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 def refuse_unfilled(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UserError if a tensor still holds a NaN of `mark_unfilled`."""
+    """Raise a UserError if a tensor still contains the NaNs of `mark_unfilled`."""
     unfilled = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.isnan().any()]
     if unfilled:
         raise UserError(
             f"transformers' `_init_weights` of {type(model).__name__} does not set {', '.join(unfilled[:3])}",
-            remedy="give the engine a folder with weights, or a model built in memory",
+            remedy="start from a folder with weights, or from a model in memory",
         )
 
 
 def _settle_parameters(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-    """Put every parameter on meta (some families draw values in `__init__`) and give it the type it computes in."""
+    """Put every parameter on meta (some families draw values in `__init__`) in the dtype it computes in."""
     settled: dict[int, nn.Parameter] = {}
     keep_fp32 = fp32_parameter_names(model, compute_dtype)
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         dtype = torch.float32 if name in keep_fp32 else parameter.dtype
-        owner, leaf = _parent(model, name)
-        if id(parameter) not in settled:
-            empty = torch.empty_like(parameter, dtype=dtype, device="meta")
-            settled[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        owner._parameters[leaf] = settled[id(parameter)]
+        owner, leaf = owner_of(model, name)
+        owner._parameters[leaf] = settled.setdefault(id(parameter), _on_meta(parameter, dtype))
+
+
+def _on_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
+
+
+def _disable_cache(config: PreTrainedConfig) -> None:
+    """Switch off the key-value cache, which layers would fill during training."""
+    config.use_cache = config.get_text_config().use_cache = False
 
 
 def _make_buffers(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-    """Give every buffer its storage and value; see [Note: buffers of a meta model]."""
+    """Allocate every buffer and set its value; see [Note: buffers of a meta model]."""
     persistent = set(model.state_dict())
     keep_fp32 = fp32_parameter_names(model, compute_dtype)
     made: dict[int, torch.Tensor] = {}
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        owner, leaf = _parent(model, name)
+        owner, leaf = owner_of(model, name)
         if id(buffer) not in made:
             dtype = torch.float32 if name in keep_fp32 and buffer.is_floating_point() else buffer.dtype
             made[id(buffer)] = torch.zeros(buffer.shape, dtype=dtype, device="cpu")
@@ -311,7 +305,7 @@ def _make_buffers(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
 
 
 def _run_init(model: PreTrainedModel, loaded: list[torch.Tensor]) -> None:
-    """transformers' own initialisation walk; `loaded` is flagged, so it leaves those alone. No flag stays behind."""
+    """Run transformers' initialisation on everything but the tensors in `loaded`, and remove the flags afterwards."""
     for tensor in loaded:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     try:
@@ -322,16 +316,8 @@ def _run_init(model: PreTrainedModel, loaded: list[torch.Tensor]) -> None:
                 del holder._is_hf_initialized  # type: ignore[union-attr]
 
 
-def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
 def cached_snapshot(hub_id: str) -> Path | None:
-    """The folder of a hub id in the local cache, None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+    """Folder of a hub id in the local cache; None if it is not there."""
     try:
         found = try_to_load_from_cache(hub_id, "config.json")
     except HFValidationError:  # a path that cannot be a hub id
@@ -347,7 +333,7 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
         if inside:
             remedy = f"did you mean {folder / inside[0]}?"
         elif near:
-            remedy = f"did you mean {', '.join(near)}? The file must be called config.json"
+            remedy = f"did you mean {', '.join(near)}? The file must be named config.json"
         else:
             remedy = "give a Hugging Face model folder"
         raise UserError("has no config.json", str(folder), remedy)
@@ -368,9 +354,9 @@ def _unknown_type(model_type: object) -> str:
 
 def _unknown_type_remedy(model_type: object, remote: bool) -> str:
     if remote:
-        return "the folder brings its own code: read it, and if you trust it set model.trust_remote_code: true"
+        return "the folder contains its own code: read it, and if you trust it set model.trust_remote_code: true"
     near = _near(str(model_type), list(CONFIG_MAPPING.keys())) if model_type else []
-    return f"did you mean {', '.join(near)}?" if near else "install a transformers version that has this family"
+    return f"did you mean {', '.join(near)}?" if near else "install a version of transformers that has this family"
 
 
 def _refuse_quantized(config: PreTrainedConfig, where: str) -> None:
@@ -382,7 +368,7 @@ def _refuse_quantized(config: PreTrainedConfig, where: str) -> None:
             raise UserError(
                 f"the checkpoint is quantized ({method}); training needs full weights",
                 where,
-                "take the bf16 or fp32 release of this model, or dequantize it and save it again",
+                "use the bf16 or fp32 release of this model, or dequantize it and save it again",
             )
 
 

@@ -1,24 +1,23 @@
-"""Modules that compute every token by itself, a chunk of tokens at a time: the MLP of a long row.
+"""Compute token-wise modules (the MLP, norms) of a long row in chunks of tokens.
 
 [Note: chunks of tokens]
-An MLP widens each token several times, and at 262,144 tokens one such tensor is 9 GiB. An MLP that computes each token by itself
-can be computed in chunks: `InChunks` stands for it, runs HF's own module on a few thousand tokens at a time, and saves nothing
-but its input. Its backward computes each chunk once more and sums the gradients of the weights over the chunks in fp32, rounding
-once at the end. Both are custom operators, so a compiled layer stays one graph and sees one operation with a known shape; what
-they run inside is compiled by itself (`LayerCode`).
+An MLP expands each token several times: at 262,144 tokens one such tensor takes 9 GiB. If an MLP is token-wise (each token is
+computed independently), it can run in chunks: `TokenChunks.twin` runs HF's own module on a few thousand tokens at a time and
+saves only its input. Its backward recomputes each chunk and sums the weight gradients over the chunks in fp32, rounding once at
+the end. Forward and backward are custom operators, so a compiled layer stays one graph with one operation of known shape; the
+code inside the operators is compiled separately (`LayerCode`).
 
 [Note: which modules are token-wise]
-Whether a module computes each token by itself is a question about its code, and no name answers it. So the module of a tiny copy
-of the model is run on some tokens together and on the same tokens in parts: only where every part comes out as it did in the
-whole is it computed in chunks. Modules that draw random numbers are left whole: parts would draw others.
+Whether a module is token-wise depends on its code; no name tells. So the module in a tiny copy of the model runs on some tokens
+at once and on the same tokens in parts, and only if all parts match the whole is it computed in chunks. Modules that draw random
+numbers stay whole: the parts would draw different numbers.
 
-Shapes: B rows, T tokens, D hidden size; N = B x T.
+Shapes: B rows, T tokens, D hidden size; N = B x T, n tokens of a chunk.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import logging
@@ -29,6 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.models.structure import shallow_copy
+
 logger = logging.getLogger(__name__)
 
 ComputeChunk = Callable[[bool, Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
@@ -36,12 +37,12 @@ ComputeChunk = Callable[[bool, Mapping[str, torch.Tensor], torch.Tensor], torch.
 
 
 class TokenChunks:
-    """How one module is computed in chunks.
+    """Computes one module in chunks of tokens.
 
     Args:
-        module: HF's module; it is not changed.
+        module: HF's module; not changed.
         compute: Runs the module on one chunk.
-        tokens: Most tokens of a chunk. May be changed between steps.
+        tokens: Maximum tokens per chunk. May be changed between steps.
     """
 
     def __init__(self, module: nn.Module, compute: ComputeChunk, tokens: int):
@@ -53,22 +54,20 @@ class TokenChunks:
         _KNOWN[self.key] = self
 
     def twin(self) -> nn.Module:
-        """A stand-in for the module, with the same parameters under the same names, that computes in chunks."""
-        twin = copy.copy(self.module)
-        for attribute in ("_modules", "_parameters", "_buffers"):
-            setattr(twin, attribute, dict(getattr(self.module, attribute)))
+        """Return a copy of the module, with the same parameters under the same names, that computes in chunks."""
+        twin = shallow_copy(self.module)
         twin.forward = functools.partial(_forward, twin, self)  # type: ignore[method-assign]
         return twin
 
     def parts(self, count: int) -> Iterator[slice]:
-        """Slices of `count` tokens, as equal as can be, the last one maybe shorter."""
+        """Split `count` tokens into slices of nearly equal size."""
         size = -(-count // -(-count // self.tokens))
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 _KEYS = itertools.count()
 _KNOWN: weakref.WeakValueDictionary[int, TokenChunks] = weakref.WeakValueDictionary()
-"""An operator's arguments are tensors and numbers: the number by which it finds its module."""
+"""Custom operators take only tensors and numbers, so they find their `TokenChunks` here by its key."""
 
 
 def _forward(twin: nn.Module, chunks: TokenChunks, hidden_BTD: torch.Tensor) -> torch.Tensor:
@@ -81,16 +80,16 @@ def _forward(twin: nn.Module, chunks: TokenChunks, hidden_BTD: torch.Tensor) -> 
 @torch.library.custom_op("megatrain::in_chunks", mutates_args=())
 def _in_chunks(hidden_BTD: torch.Tensor, state: list[torch.Tensor], key: int) -> torch.Tensor:
     chunks = _KNOWN[key]
-    # without gradients wherever they come from, so that the module is compiled once for its forward
+    # Detached, so that the module is compiled once for its forward, whether or not the caller's tensors need gradients.
     bound = {name: tensor.detach() for name, tensor in zip(chunks.names, state, strict=True)}
     x_ND = hidden_BTD.detach().reshape(-1, hidden_BTD.shape[-1])
-    # not a view: a family may add to what its MLP gave in place, which autograd refuses of an operator's view
+    # Not a view: a family may modify the MLP's output in place, which autograd refuses for a view from a custom operator.
     y_BTD = torch.empty_like(hidden_BTD, memory_format=torch.contiguous_format)
     y_ND = y_BTD.view(x_ND.shape)
-    with _outside_of_operators(), torch.no_grad():
+    with _autograd_enabled(), torch.no_grad():
         for part in chunks.parts(len(x_ND)):
             y_1nD = chunks.compute(False, bound, x_ND[part].unsqueeze(0))
-            assert y_1nD.dtype == y_ND.dtype, f"{y_1nD.dtype} out of {y_ND.dtype}"
+            assert y_1nD.dtype == y_ND.dtype, f"{y_1nD.dtype} output for {y_ND.dtype} input"
             y_ND[part] = y_1nD[0]
     return y_BTD
 
@@ -104,14 +103,14 @@ def _(hidden_BTD: torch.Tensor, state: list[torch.Tensor], key: int) -> torch.Te
 def _in_chunks_backward(
     d_out_BTD: torch.Tensor, hidden_BTD: torch.Tensor, state: list[torch.Tensor], key: int, trained: list[bool]
 ) -> list[torch.Tensor]:
-    """Gradients of the hidden states and of those of `state` that are trained."""
+    """Gradients of the hidden states and of the trained tensors in `state`."""
     chunks = _KNOWN[key]
     leaves = [tensor.detach().requires_grad_(on) for tensor, on in zip(state, trained, strict=True)]
     bound, wanted = dict(zip(chunks.names, leaves, strict=True)), [leaf for leaf in leaves if leaf.requires_grad]
     x_ND, d_out_ND = (t.reshape(-1, t.shape[-1]) for t in (hidden_BTD, d_out_BTD))
     d_x_ND = torch.empty_like(x_ND)
     sums: list[torch.Tensor | None] = [None] * len(wanted)
-    with _outside_of_operators(), torch.enable_grad():
+    with _autograd_enabled(), torch.enable_grad():
         for part in chunks.parts(len(x_ND)):
             x_1nD = x_ND[part].detach().unsqueeze(0).requires_grad_()
             y_1nD = chunks.compute(True, bound, x_1nD)
@@ -120,8 +119,8 @@ def _in_chunks_backward(
             del y_1nD, x_1nD, d_x
             for i, gradient in enumerate(found):
                 if gradient is not None:
-                    held = sums[i]
-                    sums[i] = gradient.float() if held is None else held.add_(gradient)
+                    total = sums[i]
+                    sums[i] = gradient.float() if total is None else total.add_(gradient)
             del found
     whole = [
         torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if total is None else total.to(leaf.dtype)
@@ -154,9 +153,11 @@ _in_chunks.register_autograd(_backward, setup_context=_setup_context)
 
 
 @contextlib.contextmanager
-def _outside_of_operators() -> Iterator[None]:
-    """An operator's own code runs below autograd, which then records nothing, and compiled code is compiled once more because
-    of it. Inside, the dispatcher is as it is for everybody else."""
+def _autograd_enabled() -> Iterator[None]:
+    """Re-enable autograd's dispatch keys inside a custom operator.
+
+    An operator's code runs below autograd: nothing would be recorded, and the changed dispatcher state would recompile code.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
@@ -173,15 +174,14 @@ _AUTOGRAD_KEYS = (
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which modules
+# ------------------------------------------------------------------ which modules
 
-Place = tuple[type[nn.Module], str, type[nn.Module]]
-"""(class of the layer or of the base model, path inside it, class of the module there)."""
+ModuleKey = tuple[type[nn.Module], str, type[nn.Module]]
+"""(class of the layer or base model, path inside it, class of the module at that path)."""
 
 
-def token_wise_places(root: nn.Module, layers: Sequence[nn.Module], run: Callable[[], object]) -> dict[Place, str]:
-    """Modules that could be computed in chunks of tokens, each with what speaks against it ('' if nothing does).
+def find_token_wise(root: nn.Module, layers: Sequence[nn.Module], run: Callable[[], object]) -> dict[ModuleKey, str]:
+    """Candidate modules, each with the reason why it cannot be computed in chunks ('' if it can).
 
     See [Note: which modules are token-wise].
 
@@ -191,9 +191,10 @@ def token_wise_places(root: nn.Module, layers: Sequence[nn.Module], run: Callabl
         run: Runs the model's forward on a few tokens.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
-    candidates = [
-        (layer, name, m) for layer in layers for name, m in layer.named_modules() if name and _matrices(m) >= 2
-    ]
+    candidates: list[tuple[nn.Module, str, nn.Module]] = [
+        (layer, name, m) for layer in layers for name, m in layer.named_modules()
+        if name and sum(p.ndim >= 2 for p in m.parameters()) >= 2
+    ]  # fmt: skip
     candidates += [
         (root, name, m) for name, m in root.named_modules()
         if name and id(m) not in inside and any(True for _ in m.parameters()) and not isinstance(m, nn.Embedding)
@@ -212,72 +213,69 @@ def token_wise_places(root: nn.Module, layers: Sequence[nn.Module], run: Callabl
     finally:
         for hook in hooks:
             hook.remove()
-    found: dict[Place, str] = {}
-    whole: set[int] = set()
-    for owner, name, module in candidates:  # a module comes before those inside it
-        if id(module) in calls and id(module) not in whole:
+    found: dict[ModuleKey, str] = {}
+    covered: set[int] = set()
+    for owner, name, module in candidates:  # parents come before their submodules
+        if id(module) in calls and id(module) not in covered:
             found[type(owner), name, type(module)] = objection = _objection(module, *calls[id(module)])
             if not objection:
-                whole.update(id(part) for part in module.modules())
+                covered.update(id(part) for part in module.modules())
     return found
-
-
-def _matrices(module: nn.Module) -> int:
-    return sum(p.ndim >= 2 for p in module.parameters())
 
 
 def _objection(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> str:
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].ndim != 3:
-        return "it takes more than hidden states"
+        return "takes more than hidden states"
     x_BTD = args[0]
     if not isinstance(out, torch.Tensor) or out.shape != x_BTD.shape or out.dtype != x_BTD.dtype:
-        return "it returns more than hidden states"
+        return "returns more than hidden states"
     x_1ND = x_BTD.reshape(1, -1, x_BTD.shape[-1])
     with torch.no_grad():
-        want = module(x_1ND)  # `out` may have been added to in place
+        want = module(x_1ND)  # `out` may have been modified in place
         for cut in (1, x_1ND.shape[1] // 2):
             parts = torch.cat([module(x_1ND[:, :cut]), module(x_1ND[:, cut:])], dim=1)
             if not torch.allclose(parts, want, rtol=1e-3, atol=1e-4 * want.abs().max().item()):
-                return "what it computes for a token depends on other tokens"
+                return "output of a token depends on other tokens"
     return ""
 
 
-def modules_in_chunks(root: nn.Module, places: Mapping[Place, str], fp32_names: Collection[str]) -> list[str]:
-    """Paths of the modules of a layer, or of the base model, that are computed in chunks. Says why others are not.
+def modules_in_chunks(root: nn.Module, candidates: Mapping[ModuleKey, str], fp32_names: Collection[str]) -> list[str]:
+    """Paths of the modules of a layer, or of the base model, that are computed in chunks; logs why others are not.
 
     Args:
         root: The layer or base model.
-        places: What was found out on a tiny copy, see `token_wise_places`.
-        fp32_names: Parameters of `root` that HF keeps in fp32: what comes out of their modules has another type.
+        candidates: From `find_token_wise` on a tiny copy.
+        fp32_names: Parameters of `root` that HF keeps in fp32: their modules may return another dtype.
     """
     found = []
-    for (owner, path, kind), objection in places.items():
+    for (owner, path, kind), objection in candidates.items():
         if owner is not type(root) or path not in dict(root.named_modules()):
             continue
         module = root.get_submodule(path)
         if type(module) is not kind:
             continue
+        level = logging.DEBUG if objection else logging.INFO  # the family's code is nothing a user can change
         if not objection and draws_random_numbers(module):
-            objection = "it draws random numbers"
+            objection = "draws random numbers"
         if not objection and any(name.startswith(path + ".") for name in fp32_names):
-            objection = "it has parameters of another type"
+            objection = "has parameters of another dtype"
         if objection:
-            logger.info("%s.%s is not computed in chunks of tokens: %s", type(root).__name__, path, objection)
+            logger.log(level, "%s.%s: not computed in chunks of tokens: %s", type(root).__name__, path, objection)
         else:
             found.append(path)
     return found
 
 
-def mlp_matrices(layer: nn.Module, places: Mapping[Place, str]) -> frozenset[tuple[int, ...]]:
-    """Sorted shapes of the matrices of a layer's token-wise modules that its other modules do not have too."""
-    paths = [path + "." for (owner, path, _), why in places.items() if owner is type(layer) and not why]
+def mlp_matrices(layer: nn.Module, candidates: Mapping[ModuleKey, str]) -> frozenset[tuple[int, ...]]:
+    """Sorted shapes of matrices that occur only in the layer's token-wise modules."""
+    paths = [path + "." for (owner, path, _), why in candidates.items() if owner is type(layer) and not why]
     shapes = [(name, tuple(sorted(p.shape))) for name, p in layer.named_parameters() if p.ndim == 2]
     inside = {shape for name, shape in shapes if name.startswith(tuple(paths))}
     return frozenset(inside - {shape for name, shape in shapes if not name.startswith(tuple(paths))})
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether a module has dropout or jitter that is not zero, by its submodules and by its numbers' names."""
+    """Whether a module has nonzero dropout or jitter: dropout submodules, or float attributes with such a name."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             return True

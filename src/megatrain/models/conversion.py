@@ -1,8 +1,8 @@
-"""Names and shapes of a checkpoint against those of the modules, by transformers' own rules.
+"""Convert between checkpoint tensors and module tensors, by transformers' own rules.
 
-A checkpoint may hold one tensor per expert where the module holds all of them fused, or other prefixes than the module tree.
-transformers knows both directions for every family (`conversion_mapping`). Its functions for that are semi-public: this file
-is the only one that calls them, on the part of a checkpoint that belongs to one unit at a time.
+A checkpoint may store one tensor per expert where the module fuses all experts, or use other prefixes than the module tree.
+transformers has the rules of every family for both directions (`conversion_mapping`). Its functions are semi-public: only this
+file calls them, for one unit's part of a checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from megatrain.errors import MegatrainError, UserError
-from megatrain.models.structure import Structure, persistent_buffers
+from megatrain.models.structure import Structure, owner_of, persistent_buffers
+
+_KNOWN_VERSIONS = "megatrain is known to work with 5.17 to 5.24"
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -36,37 +38,27 @@ try:
     from transformers.modeling_utils import LoadStateDictConfig
 except ImportError as error:
     raise MegatrainError(
-        f"transformers {transformers.__version__} has moved the functions that convert checkpoints ({error}); "
-        "megatrain is known to work with 5.17 to 5.24"
+        f"transformers {transformers.__version__} has moved the functions that convert checkpoints ({error}); {_KNOWN_VERSIONS}"
     ) from error
 
 
 @dataclass(frozen=True)
 class KeyPlan:
-    """Which checkpoint keys make which unit.
+    """Assignment of checkpoint keys to units.
 
     Attributes:
-        units: Unit name -> checkpoint keys, in sorted order.
-        unexpected: Keys that belong to no tensor of the model and that the family does not declare harmless.
+        units: Unit name -> checkpoint keys, sorted.
+        unexpected: Keys of no tensor of the model, except those that the family declares harmless.
     """
 
     units: dict[str, list[str]]
     unexpected: list[str]
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a parameter or persistent buffer hangs in the module tree, and the meta tensor (or buffer) that stays there."""
-
-    module: nn.Module
-    leaf: str
-    tensor: torch.Tensor
-
-
 class Conversion:
-    """Converts checkpoint tensors to the module tensors of one model, a unit at a time; `to_checkpoint` goes back.
+    """Converts checkpoint tensors to a model's module tensors, one unit at a time; `to_checkpoint` is the inverse.
 
-    The model's parameters are on meta and stay on meta; its buffers are not changed either.
+    The model's parameters stay on meta, and its buffers are not changed.
     """
 
     def __init__(self, structure: Structure):
@@ -75,22 +67,26 @@ class Conversion:
         self.model: PreTrainedModel = structure.model
         self.mapping: list[Any] = get_model_conversion_mapping(self.model)
         self.unit_of = unit_of_names(structure)
-        self._slots = {name: self._slot(name) for name in self.unit_of}
+        self._places: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
+        """Module and attribute of each parameter and persistent buffer, with the meta tensor or buffer that stays there."""
+        for name in self.unit_of:
+            module, leaf = owner_of(self.model, name)
+            self._places[name] = module, leaf, getattr(module, leaf)
 
     @property
     def compares_on_meta(self) -> bool:
-        """Whether `to_model` takes meta tensors: one family's rules insist on the CPU."""
+        """Whether `to_model` accepts meta tensors: one family's rules require the CPU."""
         return not any(getattr(entry, "force_cpu", False) for entry in self.mapping)
 
     def plan(self, keys: Iterable[str]) -> KeyPlan:
-        """Sort checkpoint keys by the unit that their tensors end up in."""
+        """Assign checkpoint keys to the units that their tensors belong to."""
         state = self.model.state_dict()
         renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
         prefix = self.model.base_model_prefix
         units: dict[str, list[str]] = {}
         unexpected: list[str] = []
-        # Sorted, because some renamings are switched on by a key that sorts before those they rename.
+        # Sorted because some renamings are enabled by a key that sorts before the keys they rename.
         for key in sorted(keys):
             name, _ = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
@@ -102,14 +98,13 @@ class Conversion:
         return KeyPlan(units, self._without_harmless(unexpected))
 
     def to_model(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Module tensors from checkpoint tensors, by full name, in the checkpoint's own dtypes.
+        """Return module tensors by full name, in the checkpoint's dtypes.
 
         Args:
-            tensors: Checkpoint tensors that belong together, those of one unit in `plan`; on the CPU, or all on meta, which
-                compares shapes and computes nothing.
+            tensors: The checkpoint tensors of one unit of `plan`; on the CPU, or all on meta to check shapes only.
 
         Raises:
-            UserError: A tensor has another shape than the model's, or the family's conversion fails on it.
+            UserError: A tensor's shape differs from the model's, or the family's conversion fails.
         """
         # The rule "*: None" overrides the dtype of the meta parameters: nothing is cast, so nothing is rounded.
         on_meta = any(tensor.is_meta for tensor in tensors.values())
@@ -122,27 +117,11 @@ class Conversion:
                     model=self.model, state_dict=dict(tensors), load_config=config
                 )
             self._refuse_errors(info)
-            return dict(self._replaced())
+            current = {name: getattr(module, leaf) for name, (module, leaf, _) in self._places.items()}
+            return {name: now.detach() for name, now in current.items() if now is not self._places[name][2]}
         finally:
-            self._restore()
-
-    def _slot(self, name: str) -> _Slot:
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        return _Slot(module, leaf, getattr(module, leaf))
-
-    def _replaced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, slot in self._slots.items():
-            current = getattr(slot.module, slot.leaf)
-            if current is not slot.tensor:
-                yield name, current.detach()
-
-    def _restore(self) -> None:
-        for slot in self._slots.values():
-            if slot.leaf in slot.module._parameters:
-                slot.module._parameters[slot.leaf] = slot.tensor  # type: ignore[assignment]
-            else:
-                slot.module._buffers[slot.leaf] = slot.tensor
+            for module, leaf, tensor in self._places.values():
+                (module._parameters if leaf in module._parameters else module._buffers)[leaf] = tensor  # type: ignore[index]
 
     def _refuse_errors(self, info: Any) -> None:
         problems = [
@@ -155,19 +134,19 @@ class Conversion:
             raise UserError("; ".join(problems[:3]) + more, remedy="config.json and weights do not belong together")
 
     def _without_harmless(self, unexpected: list[str]) -> list[str]:
-        """Drop keys that the family declares as left over from older versions (`rotary_emb.inv_freq`, for example)."""
+        """Drop keys that the family declares as leftovers of older versions (for example `rotary_emb.inv_freq`)."""
         info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unexpected))
         self.model._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]
         return sorted(info.unexpected_keys)
 
 
 def to_checkpoint(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Checkpoint tensors from the module tensors of one unit; views of the input where no conversion is needed."""
+    """Return checkpoint tensors for the module tensors of one unit; views of the input if no conversion is needed."""
     return revert_weight_conversion(model, dict(tensors))
 
 
 def unit_of_names(structure: Structure) -> dict[str, str]:
-    """Full name -> unit, for all parameters, their tied aliases, and persistent buffers."""
+    """Full name -> unit name, for all parameters, their tied aliases and persistent buffers."""
     owner = {full: unit.name for unit in structure.units for _, full in unit.full_names()}
     owner |= {alias: owner[name] for alias, name in structure.tied.items()}
     layer = re.compile(re.escape(structure.layers_name) + r"\.(\d+)\.")
@@ -178,7 +157,7 @@ def unit_of_names(structure: Structure) -> dict[str, str]:
 
 
 def _check_signatures() -> None:
-    """transformers does not promise these functions; say what has changed instead of failing somewhere inside."""
+    """Raise if transformers has changed the functions used here; it does not guarantee them between versions."""
     needed = {
         get_model_conversion_mapping: {"model"},
         rename_source_key: {"base_model_prefix", "meta_state_dict"},
@@ -189,14 +168,14 @@ def _check_signatures() -> None:
         missing = names - inspect.signature(function).parameters.keys()
         if missing:
             raise MegatrainError(
-                f"transformers {transformers.__version__}: {function.__name__} has no argument "
-                f"{', '.join(sorted(missing))} any more; megatrain is known to work with 5.17 to 5.24"
+                f"transformers {transformers.__version__}: {function.__name__} no longer has the argument "
+                f"{', '.join(sorted(missing))}; {_KNOWN_VERSIONS}"
             )
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """One bar per unit would flood the console."""
+    """Disable transformers' progress bar: one bar per unit would flood the console."""
     enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

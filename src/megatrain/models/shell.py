@@ -23,7 +23,7 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
-from megatrain.models.chunked_mlp import Place, TokenChunks, mlp_matrices, modules_in_chunks
+from megatrain.models.chunked_mlp import ModuleKey, TokenChunks, mlp_matrices, modules_in_chunks
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
 from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
 
@@ -111,7 +111,7 @@ class Shell:
         flex: Use flex attention where the family has it, for packed rows and for rows longer than a layer's window: block
             masks instead of T x T masks.
         keeps_mlps: Whether some layers keep the products of their MLP's matrices.
-        token_wise: Which modules can be computed in chunks of tokens, from `token_wise_places`. Called when that matters, once
+        token_wise: Which modules can be computed in chunks of tokens, from `find_token_wise`. Called when that matters, once
             or twice.
 
     Attributes:
@@ -128,7 +128,7 @@ class Shell:
         budget: float = 1.0,
         flex: bool = False,
         keeps_mlps: bool = False,
-        token_wise: Callable[[], Mapping[Place, str]] = dict,
+        token_wise: Callable[[], Mapping[ModuleKey, str]] = dict,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())

@@ -1,13 +1,13 @@
-"""The structure of a Hugging Face causal language model: its layer stack, and the units its parameters move in.
+"""Dissect a Hugging Face causal language model into its layer stack and the units that its parameters move in.
 
-Nothing is known of any family here. The stack of decoder layers is found by its shape (the outermost `ModuleList` of
-`num_hidden_layers` entries under the base model), everything else is the shell.
+No code here is specific to a family. The stack of decoder layers is found by its shape (the outermost `ModuleList` of
+`num_hidden_layers` entries under the base model); everything else is the shell.
 
 [Note: embedding or head]
-The shell's parameters are two units: `embedding` is on the device when the step starts, and its gradient is complete when the
-backward ends; `head` arrives behind the last layer, and its gradient leaves before the first layer's backward. Where a module is
-registered says little about when it is used (Gemma 3n's per-layer embedding stands behind the layers), so the base model's
-forward is run on a few tokens up to its first layer: what it has read until then belongs to `embedding`.
+The shell's parameters form two units. `embedding` is on the device when the step starts, and its gradient is complete when the
+backward ends. `head` is loaded after the last layer, and its gradient leaves before the backward reaches the layers. Where a
+module is registered does not tell when it is used (Gemma 3n registers its per-layer embedding after the layers), so the base
+model's forward runs on a few tokens up to its first layer: the parameters it has read by then belong to `embedding`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Unit:
-    """What moves together: `embedding`, `layer.0` .. `layer.L-1`, `head`.
+    """Parameters that move together: `embedding`, `layer.0` .. `layer.L-1` or `head`.
 
     Attributes:
-        name: The unit's name.
-        prefix: What turns a layout name into the full Hugging Face name (`model.layers.3.`; empty for the edges).
-        layout: The flat layout of its parameters. May be empty for an edge (a tied head without a norm).
-        layer: Index in the layer stack, None for embedding and head.
+        prefix: Prepended to a layout name, gives the full Hugging Face name (`model.layers.3.`; empty for embedding and head).
+        layout: Flat layout of the parameters. May be empty (a tied head without a norm).
+        layer: Index in the layer stack; None for embedding and head.
     """
 
     name: str
@@ -53,15 +52,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Structure:
-    """A causal language model taken apart. The model's parameters may be on meta; only shapes are read.
+    """A dissected causal language model. Its parameters may be on meta: only shapes are read.
 
     Attributes:
-        model: The CausalLM, untouched.
+        model: The CausalLM, unchanged.
         base_name: Attribute of the CausalLM that holds the base model (`model`, `transformer`, `gpt_neox`...).
         layers_name: Full name of the layer stack (`model.layers`).
         units: embedding, the layers in order, head.
-        tied: Alias -> the one full name under which a tied tensor is kept, moved, updated and saved.
-        frozen: Full names of parameters that the family does not train (`requires_grad` is False).
+        tied: Alias -> the full name under which a tied tensor is kept, moved, updated and saved.
+        frozen: Full names of parameters that are not trained (`requires_grad` is False).
     """
 
     model: nn.Module
@@ -92,23 +91,18 @@ class Structure:
 
 
 def dissect(model: nn.Module) -> Structure:
-    """Find the layer stack and divide the parameters into units.
-
-    Args:
-        model: A transformers `PreTrainedModel` with a causal language modelling head.
+    """Find the layer stack of a transformers CausalLM and divide its parameters into units.
 
     Raises:
-        UserError: The model has no layer stack of this kind, or a parameter is shared between two layers.
+        UserError: The model has no layer stack of this kind, or two layers share a parameter.
     """
     base_name = _base_name(model)
     layers_name = _find_layers(model, base_name)
     owner: dict[int, str] = {}
     tied: dict[str, str] = {}
     edges: dict[str, list[tuple[str, tuple[int, ...]]]] = {"embedding": [], "head": []}
-    layers: dict[int, list[tuple[str, tuple[int, ...]]]] = {
-        i: []
-        for i in range(len(model.get_submodule(layers_name)))  # type: ignore[arg-type]
-    }
+    depth = len(model.get_submodule(layers_name))  # type: ignore[arg-type]
+    layers: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(depth)]
     early = _read_before_layers(model, base_name, layers_name)
     for name, parameter in _parameters_in_forward_order(model, base_name):
         if id(parameter) in owner:
@@ -124,7 +118,7 @@ def dissect(model: nn.Module) -> Structure:
     _refuse_shared_layers(tied, layers_name)
     units = (
         Unit("embedding", "", _layout(edges["embedding"])),
-        *(Unit(f"layer.{i}", f"{layers_name}.{i}.", _layout(shapes), i) for i, shapes in layers.items()),
+        *(Unit(f"layer.{i}", f"{layers_name}.{i}.", _layout(shapes), i) for i, shapes in enumerate(layers)),
         Unit("head", "", _layout(edges["head"])),
     )
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
@@ -132,12 +126,12 @@ def dissect(model: nn.Module) -> Structure:
 
 
 def _layout(shapes: list[tuple[str, tuple[int, ...]]]) -> FlatLayout:
-    """Matrices first, then norms and biases: the parts that decay and that do not are one range each, one kernel each."""
+    """Lay out matrices first, then norms and biases: one contiguous range with weight decay and one without, one kernel each."""
     return FlatLayout.of(sorted(shapes, key=lambda named: len(named[1]) < 2))
 
 
 def _base_name(model: nn.Module) -> str:
-    """The attribute that holds the base model; the CausalLM calls it and applies the head to its hidden states."""
+    """Attribute that holds the base model; the CausalLM calls it and applies the head to its hidden states."""
     name = getattr(model, "base_model_prefix", "")
     if name and isinstance(getattr(model, name, None), nn.Module):
         return name
@@ -145,7 +139,7 @@ def _base_name(model: nn.Module) -> str:
     if len(children) == 1:
         return children[0]
     raise UserError(
-        f"{type(model).__name__} has no base model that could be separated from its head",
+        f"{type(model).__name__} has no base model that can be separated from its head",
         remedy="only decoder-only models with AutoModelForCausalLM are supported",
     )
 
@@ -160,7 +154,7 @@ def _find_layers(model: nn.Module, base_name: str) -> str:
     found = [
         name
         for name, module in lists.items()
-        # not a list inside a layer, in a family whose stack has another length
+        # Skip lists inside layers, which may have `count` entries too.
         if len(module) == count and not any(name.startswith(outer + ".") for outer in lists)
     ]
     if not found or not count:
@@ -173,14 +167,14 @@ def _find_layers(model: nn.Module, base_name: str) -> str:
 
 
 class _FirstLayerReached(Exception):
-    """Ends the trial forward of `_read_before_layers`."""
+    pass
 
 
 class LayerStandIn(nn.Module):
-    """Stands in HF's layer stack for a layer; has no parameters, only the layer's plain attributes.
+    """Takes a layer's place in HF's layer stack: the layer's attributes, but no parameters.
 
-    HF's loops read attributes such as `attention_type` from their layers; anything not found here is looked up in the
-    layer's own module, which is kept out of the module tree so that it is neither moved, bound nor counted.
+    HF's loops read attributes such as `attention_type` from their layers. Attributes not found here are looked up in the real
+    layer, which is kept out of the module tree so that it is not moved, bound or counted.
     """
 
     def __init__(self, layer: nn.Module):
@@ -195,14 +189,14 @@ class LayerStandIn(nn.Module):
 
 
 class _Stop(LayerStandIn):
-    """Ends the trial forward."""
+    """Ends the forward of `_read_before_layers`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _FirstLayerReached
 
 
-class _Readings(TorchFunctionMode):
-    """Notes which of some tensors are arguments of torch functions."""
+class _ReadRecorder(TorchFunctionMode):
+    """Records which of the given tensors (id -> name) are arguments of torch functions."""
 
     def __init__(self, names: dict[int, str]):
         super().__init__()
@@ -217,36 +211,36 @@ class _Readings(TorchFunctionMode):
 
 
 def _read_before_layers(model: nn.Module, base_name: str, layers_name: str) -> set[str]:
-    """Full names of base model parameters that its forward reads before the first layer. See [Note: embedding or head]."""
+    """Full names of the parameters that the base model's forward reads before the first layer. See [Note: embedding or head]."""
     prefix, layers_prefix = base_name + ".", layers_name + "."
     shell_names = [n for n, _ in model.named_parameters() if n.startswith(prefix) and not n.startswith(layers_prefix)]
-    # One zero each, seen in the parameter's shape: no memory, however large the vocabulary.
+    # Each is a single zero expanded to the parameter's shape: no memory, however large the vocabulary.
     parameters = {name: model.get_parameter(name) for name in shell_names}
     zeros = {name: torch.zeros((), dtype=p.dtype).expand(p.shape) for name, p in parameters.items()}
     stops = nn.ModuleList(_Stop(layer) for layer in model.get_submodule(layers_name))  # type: ignore[arg-type]
     base = with_submodule(model, layers_name, stops).get_submodule(base_name)
     bound = {name.removeprefix(prefix): tensor for name, tensor in zeros.items()}
     ids = torch.zeros((1, 8), dtype=torch.int64)
-    readings = _Readings({id(tensor): name for name, tensor in zeros.items()})
+    recorder = _ReadRecorder({id(tensor): name for name, tensor in zeros.items()})
     try:
-        with torch.no_grad(), readings:
+        with torch.no_grad(), recorder:
             functional_call(base, bound, kwargs={"input_ids": ids, "use_cache": False})
     except _FirstLayerReached:
-        return readings.read
+        return recorder.read
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         logger.debug(
-            "the trial forward ended early (%s): all of the base model's own parameters go with the embedding", error
+            "forward up to the first layer failed (%s): all parameters around the layers go to the embedding", error
         )
     return set(shell_names)
 
 
 def attention_shape(config: Any) -> tuple[int, int, int] | None:
-    """(heads, key-value heads, head size) of a text config. None where it has no such heads, or layers differ in them."""
+    """(heads, key-value heads, head size) of a text config; None if it has no attention heads or its layers differ."""
     try:
         heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
         kv_heads = getattr(config, "num_key_value_heads", None)
     except RuntimeError:
-        # transformers refuses to read from a model's config what differs between its layers (Gemma 4)
+        # transformers raises for config values that differ between layers (Gemma 4).
         return None
     if not isinstance(heads, int):
         return None
@@ -254,7 +248,7 @@ def attention_shape(config: Any) -> tuple[int, int, int] | None:
 
 
 def attention_window(config: Any) -> int | None:
-    """Tokens that the narrowest layer of a model looks back, None where all of them see the whole row."""
+    """Smallest attention window of any layer, in tokens; None if every layer sees the whole row."""
     text = config.get_text_config()
     try:
         kinds = getattr(text, "layer_types", None)
@@ -266,11 +260,23 @@ def attention_window(config: Any) -> int | None:
     return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
 
 
-def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
-    """A copy of `root`, shallow but along `path`, at whose end `replacement` stands. `root` is not changed."""
-    twin = copy.copy(root)
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Copy a module without its submodules and tensors; replacing one of them in the copy does not change `module`."""
+    twin = copy.copy(module)
     for attribute in ("_modules", "_parameters", "_buffers"):
-        setattr(twin, attribute, dict(getattr(root, attribute)))
+        setattr(twin, attribute, dict(getattr(module, attribute)))
+    return twin
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """(module that holds the tensor, attribute name in it) of a full parameter or buffer name."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
+    """Copy `root` with `replacement` at `path`. Only modules along the path are copied, shallowly; `root` is not changed."""
+    twin = shallow_copy(root)
     first, _, rest = path.partition(".")
     child = twin._modules[first]
     assert child is not None
@@ -280,21 +286,20 @@ def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Mod
 
 def _parameters_in_forward_order(model: nn.Module, base_name: str) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters, tied ones under each of their names; the base model first, whatever the order of registration."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    yield from ((name, p) for name, p in named if name.startswith(base_name + "."))
-    yield from ((name, p) for name, p in named if not name.startswith(base_name + "."))
+    named = model.named_parameters(remove_duplicate=False)
+    yield from sorted(named, key=lambda item: not item[0].startswith(base_name + "."))
 
 
 def _refuse_shared_layers(tied: dict[str, str], layers_name: str) -> None:
     shared = [f"{a} = {b}" for a, b in tied.items() if (layers_name + ".") in a or (layers_name + ".") in b]
     if shared:
         raise UserError(
-            f"layers share parameters ({', '.join(shared[:3])}), which streaming cannot follow",
+            f"layers share parameters ({', '.join(shared[:3])}), which streaming does not support",
             remedy="this family is not supported by the host engine",
         )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the checkpoint, by full name (a router's correction bias, for example)."""
+    """Buffers that are part of a checkpoint, by full name (a router's correction bias, for example)."""
     names = set(model.state_dict().keys())
     return {name: buffer for name, buffer in model.named_buffers() if name in names}

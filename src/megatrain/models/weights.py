@@ -1,29 +1,35 @@
-"""A Hugging Face folder's weights, straight into the host store, and a unit's weights back under their checkpoint names.
+"""Fill the masters of a host store: from a Hugging Face folder, from a model in memory, or with random values.
 
-Reading goes unit by unit: the tensors of a unit are mapped from their files, converted to the module's names and shapes, and
-written into the planes. Memory beside the planes is one unit. Nothing is rounded on the way: a master is the source's value
-in fp32, whatever the compute type.
+All three work unit by unit, so they need memory for one unit besides the planes. A folder's tensors are mapped from their files,
+converted to the module's names and shapes, and written into the planes. Nothing is rounded: a master is the source's value in
+fp32, whatever the compute dtype.
+
+Random initialisation is transformers' own `_init_weights`: one unit's parameters become real fp32 tensors, every module that can
+reach them is initialised, the values go into the planes, and the parameters return to meta. Each unit has its own seed, so its
+values do not depend on the other units or their order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PreTrainedModel
 
 from megatrain.errors import UserError
 from megatrain.host_memory import planes as plane_math
 from megatrain.host_memory.store import HostStore, UnitPlanes
-from megatrain.models.build import fp32_parameter_names, restore_buffers
-from megatrain.models.conversion import Conversion, to_checkpoint, unit_of_names
-from megatrain.models.structure import Structure, Unit
+from megatrain.models.build import mark_unfilled, refuse_unfilled, restore_buffers
+from megatrain.models.conversion import Conversion
+from megatrain.models.structure import Structure, Unit, owner_of, persistent_buffers
 from megatrain.units import SAFETENSORS_DTYPES, counted, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -32,26 +38,26 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE_DTYPES = (torch.int64, torch.bool)
-"""Of buffers: tables that no quantization format uses for weights."""
+"""Dtypes of buffers; no quantization format uses them for weights."""
 HEADER_DTYPES = {name: torch_dtype(name) for name in SAFETENSORS_DTYPES}
-"""Torch dtypes by their safetensors name."""
+"""Torch dtype of each safetensors dtype name."""
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def load_weights(
     folder: str | Path, structure: Structure, store: HostStore, buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Read all weights of a folder into the masters of `store` and into `buffers`. Moments are left alone.
+    """Read all weights of a folder into the masters of `store` and into `buffers`. Optimizer states are not changed.
 
     Args:
-        folder: A Hugging Face folder with safetensors weights, in one file, in several, or sharded with an index.
-        structure: The model they belong to, parameters on meta.
+        folder: A Hugging Face folder with safetensors weights: one file, several, or shards with an index.
+        structure: The model, parameters on meta.
         store: Receives the masters.
         buffers: The model's persistent buffers by full name; filled in place, in their own dtype.
 
     Raises:
-        UserError: No safetensors files, a missing or corrupt shard, a missing tensor, a tensor of the wrong shape, or a type
-            that is not fp32, bf16 or fp16. The message names the file and the tensor.
+        UserError: No safetensors files, a missing or corrupt shard, a missing tensor, a wrong shape, a dtype other than fp32,
+            bf16 or fp16, or NaN or infinity. The message names the file and the tensor.
     """
     folder = Path(folder)
     files = find_weight_files(folder)
@@ -65,11 +71,7 @@ def load_weights(
         keys = plan.units.get(unit.name, [])
         # The mapped files stay open until the unit is in the planes: the tensors are views of the mappings.
         with ExitStack() as stack:
-            tensors = _map_tensors(stack, keys, files)
-            try:
-                found = conversion.to_model(tensors)
-            except UserError as error:
-                raise UserError(error.what, str(folder), error.remedy) from error
+            found = _to_model(conversion, _map_tensors(stack, keys, files), folder)
             _write_unit(unit, resolve_ties(structure, found, str(folder)), store, missing)
             for name in found.keys() & buffers.keys():
                 buffers[name].copy_(found[name])
@@ -79,8 +81,7 @@ def load_weights(
     absent = (buffers.keys() & conversion.unit_of.keys()) - filled
     if absent:
         logger.warning("%s: buffers not in the files keep their initial values: %s", folder, _some(sorted(absent)))
-        assert isinstance(structure.model, PreTrainedModel)
-        restore_buffers(structure.model, absent)
+        restore_buffers(_hf(structure), absent)
 
 
 def find_weight_files(folder: Path) -> dict[str, Path]:
@@ -108,24 +109,22 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
     for file in loose:
         for key in _keys(file):
             if key in files:
-                raise UserError(
-                    f"tensor {key} is also in {files[key].name}", str(file), "remove the file that is wrong"
-                )
+                raise UserError(f"tensor {key} is also in {files[key].name}", str(file), "remove one of the files")
             files[key] = file
     return files
 
 
 def check_weights(folder: str | Path, structure: Structure) -> None:
-    """What `load_weights` would refuse, as far as the files' headers tell: missing tensors, shapes and types. Reads no values.
+    """Raise the errors of `load_weights` that the file headers show: missing tensors, shapes, dtypes. Reads no values.
 
     Raises:
-        UserError: As `load_weights`, for values excepted.
+        UserError: As `load_weights`, except for NaN and infinity.
     """
     folder = Path(folder)
     files = find_weight_files(folder)
     conversion = Conversion(structure)
     if not conversion.compares_on_meta:
-        return  # shapes are compared when the values are read
+        return  # shapes are checked when the values are read
     plan = conversion.plan(files)
     missing: list[str] = []
     with ExitStack() as stack:
@@ -137,56 +136,55 @@ def check_weights(folder: str | Path, structure: Structure) -> None:
                 kind = described.get_dtype()
                 _refuse_dtype(key, HEADER_DTYPES.get(kind), files[key], str(HEADER_DTYPES.get(kind, kind)))
                 tensors[key] = torch.empty(described.get_shape(), dtype=HEADER_DTYPES[kind], device="meta")
-            try:
-                found = conversion.to_model(tensors)
-            except UserError as error:
-                raise UserError(error.what, str(folder), error.remedy) from error
+            found = _to_model(conversion, tensors, folder)
             owned = {structure.tied.get(name, name) for name in found}
             missing += [full for _, full in unit.full_names() if full not in owned]
     if missing:
         raise _missing(missing, folder)
 
 
-def hf_tensors(
-    structure: Structure,
-    store: HostStore,
-    unit: Unit,
-    dtype: torch.dtype,
-    buffers: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The tensors of one unit as its family saves them: checkpoint names, checkpoint shapes, a tied tensor once.
+def copy_from_memory(model: nn.Module, structure: Structure, store: HostStore) -> None:
+    """Write every parameter of `model` (any floating-point dtype, any device) into the masters, one tensor at a time.
 
     Args:
-        structure: The model.
-        store: Holds the masters.
-        unit: One of `structure.units`.
-        dtype: Type to save in. Tensors that transformers keeps in fp32 when it loads that type are fp32 nevertheless.
-        buffers: The model's persistent buffers; those of this unit are included, in their own dtype.
-
-    Returns:
-        Tensors by checkpoint name, views of the planes where nothing had to be converted.
+        model: A model with the parameter names of `structure`.
+        structure: The dissected model.
+        store: Receives the masters.
     """
-    assert isinstance(structure.model, PreTrainedModel)
-    keep_fp32 = fp32_parameter_names(structure.model, dtype)
-    planes = store.on_host(unit.name)
-    tensors = {
-        full: weight_of(planes, local, torch.float32 if full in keep_fp32 else dtype)
-        for local, full in unit.full_names()
-    }
-    owner = unit_of_names(structure)
-    tensors |= {name: b.detach().cpu() for name, b in (buffers or {}).items() if owner[name] == unit.name}
-    return to_checkpoint(structure.model, tensors)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for unit in structure.units:
+        for local, name in unit.full_names():
+            store.units[unit.name].write_master(local, parameters[name])
 
 
-def weight_of(planes: UnitPlanes, local: str, dtype: torch.dtype) -> torch.Tensor:
-    """One weight in `dtype`. In bf16 it is the hi plane: what the engine computes with, and what lo completes exactly."""
-    if dtype == torch.bfloat16:
-        return planes.layout.view(planes.hi, local) if planes.lo is not None else split(planes, local)[0]
-    return planes.read_master(local).to(dtype)
+def initialize(structure: Structure, store: HostStore, *, seed: int, device: torch.device | str = "cpu") -> None:
+    """Fill all masters and the model's persistent buffers with the family's random initialisation.
+
+    Values are drawn in fp32. The same seed gives the same bits on the same kind of device.
+
+    Args:
+        structure: A model with parameters on meta; they are on meta again afterwards.
+        store: Receives the masters. Optimizer states are not changed.
+        seed: Seed of the run.
+        device: Where random numbers are drawn; for billions of them a GPU is far faster than the CPU.
+
+    Raises:
+        UserError: The family's `_init_weights` leaves out one of its tensors.
+    """
+    restore_buffers(_hf(structure), persistent_buffers(structure.model).keys())
+    for unit in structure.units:
+        if not unit.layout.entries:
+            continue
+        with _seeded(_unit_seed(seed, unit), torch.device(device)), _materialised(structure, unit, device) as real:
+            for owner, module in _walk(structure, unit):
+                owner._init_weights(module)
+            refuse_unfilled(structure.model, real)
+            for local, full in unit.full_names():
+                store.units[unit.name].write_master(local, real[full])
 
 
 def split(planes: UnitPlanes, local: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hi, lo) of one tensor: views of the planes, or computed where the store keeps whole fp32 masters."""
+    """(hi, lo) of one tensor: views of the planes, or computed if the store keeps whole fp32 masters."""
     hi = planes.layout.view(planes.hi, local)
     if planes.lo is not None:
         return hi, planes.layout.view(planes.lo, local)
@@ -196,10 +194,10 @@ def split(planes: UnitPlanes, local: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def resolve_ties(structure: Structure, found: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
-    """Tensors under the one name a tied tensor is kept by; a file may hold any of its names, or several.
+    """Rename tied tensors to the one name they are kept under; the files may use any of its names, or several.
 
     Raises:
-        UserError: A file holds two names of one tensor with different values.
+        UserError: The files contain different values under two names of one tensor.
     """
     resolved = {name: tensor for name, tensor in found.items() if name not in structure.tied}
     for alias, owner in structure.tied.items():
@@ -220,9 +218,7 @@ def _write_unit(unit: Unit, found: Mapping[str, torch.Tensor], store: HostStore,
     for local, full in unit.full_names():
         if full in found:
             if not bool(torch.isfinite(found[full]).all()):
-                raise UserError(
-                    "holds NaN or infinity", f"tensor {full}", "the weights are broken: take another copy of the model"
-                )
+                raise UserError("holds NaN or infinity", f"tensor {full}", "get an intact copy of the model")
             store.units[unit.name].write_master(local, found[full])
         else:
             missing.append(full)
@@ -240,7 +236,7 @@ def _indexed_files(index: Path) -> dict[str, Path]:
         inside = set(_keys(shard))
         lost = [key for key, file in files.items() if file == shard and key not in inside]
         if lost:
-            raise UserError(f"{_some(lost)} should be in this shard by {index.name}", str(shard))
+            raise UserError(f"{_some(lost)} should be in this shard according to {index.name}", str(shard))
     return files
 
 
@@ -256,6 +252,14 @@ def _open(stack: ExitStack, file: Path) -> Any:
         raise UserError(f"corrupt or truncated: {error}", str(file), "download or copy the file again") from error
 
 
+def _to_model(conversion: Conversion, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """`Conversion.to_model`, with the folder in its errors."""
+    try:
+        return conversion.to_model(tensors)
+    except UserError as error:
+        raise UserError(error.what, str(folder), error.remedy) from error
+
+
 def _map_tensors(stack: ExitStack, keys: list[str], files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
     handles = {file: _open(stack, file) for file in {files[key] for key in keys}}
     tensors: dict[str, torch.Tensor] = {}
@@ -269,14 +273,11 @@ def _map_tensors(stack: ExitStack, keys: list[str], files: Mapping[str, Path]) -
 
 
 def _refuse_dtype(key: str, dtype: torch.dtype | None, file: Path, called: str) -> None:
-    """Raise for weights that are not fp32, bf16 or fp16.
+    """Raise a UserError for weights that are not fp32, bf16 or fp16.
 
     Args:
-        dtype: The tensor's type; None: one that torch does not have.
-        called: What the error calls it.
-
-    Raises:
-        UserError: Names the tensor and the file.
+        dtype: The tensor's dtype; None: one that torch does not have.
+        called: Its name in the error message.
     """
     if dtype in SOURCE_DTYPES or dtype in TABLE_DTYPES:
         return
@@ -286,16 +287,82 @@ def _refuse_dtype(key: str, dtype: torch.dtype | None, file: Path, called: str) 
         )
     else:
         remedy = "dequantize the model and save it again"
-    raise UserError(f"tensor {key} has type {called}; weights must be fp32, bf16 or fp16", str(file), remedy)
+    raise UserError(f"tensor {key} has dtype {called}; weights must be fp32, bf16 or fp16", str(file), remedy)
 
 
 def _missing(names: list[str], folder: Path) -> UserError:
     return UserError(
         f"{counted(len(names), 'tensor')} missing: {_some(names)}",
         str(folder),
-        "the download may be incomplete, or the folder holds the base model without its head",
+        "the download may be incomplete, or the folder contains the base model without its head",
     )
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _hf(structure: Structure) -> PreTrainedModel:
+    assert isinstance(structure.model, PreTrainedModel), type(structure.model)
+    return structure.model
+
+
+def _unit_seed(seed: int, unit: Unit) -> int:
+    """Hash seed and unit name to 63 bits: with `seed + index`, unit 1 of seed 0 would equal unit 0 of seed 1."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{unit.name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators, which `_init_weights` draws from, and restore their state afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _materialised(structure: Structure, unit: Unit, device: torch.device | str) -> Iterator[dict[str, nn.Parameter]]:
+    """Put real, unfilled fp32 parameters on `device` into the unit's modules, and yield them by full name.
+
+    Aliases of a tied parameter stay on meta, so only its owner's module initialises it; transformers, too, ties weights after
+    initialisation.
+    """
+    holders = {}
+    real: dict[str, nn.Parameter] = {}
+    try:
+        for _, full in unit.full_names():
+            module, leaf = owner_of(structure.model, full)
+            meta = module._parameters[leaf]
+            assert meta is not None, full
+            holders[full] = (module, leaf, meta)
+            empty = torch.empty(meta.shape, dtype=torch.float32, device=device)
+            real[full] = module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+        mark_unfilled(real.values())
+        yield real
+    finally:
+        for module, leaf, meta in holders.values():
+            module._parameters[leaf] = meta
+
+
+def _walk(structure: Structure, unit: Unit) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """Yield (owning PreTrainedModel, module) for all modules that can set the unit's parameters, children first.
+
+    These are the unit's modules and all their parents: `_init_weights` may set a parameter through its own module or through a
+    parent (GPT-2 scales `c_proj` when it is called with the attention block).
+    """
+    stack = structure.layers_name + "."
+    root = _hf(structure)
+
+    def visit(name: str, module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if unit.layer is None:
+                inside = not path.startswith(stack)
+            else:
+                inside = (path + ".").startswith(unit.prefix) or unit.prefix.startswith(path + ".")
+            if inside:
+                yield from visit(path, child, owner)
+        yield owner, module
+
+    return visit("", root, root)

@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig
 
 from megatrain.engine.parity_check import token_wise
 from megatrain.models.build import build_meta_model
-from megatrain.models.chunked_mlp import Place, modules_in_chunks
+from megatrain.models.chunked_mlp import ModuleKey, modules_in_chunks
 from megatrain.models.structure import LayerStandIn, Structure, Unit, dissect, with_submodule
 from megatrain.models.templates import template_groups
 
@@ -177,7 +177,7 @@ def shape_of(
     return shape_of_structure(dissect(model), name or str(config.model_type), places)
 
 
-def shape_of_structure(structure: Structure, name: str, places: Mapping[Place, str] | None = None) -> ModelShape:
+def shape_of_structure(structure: Structure, name: str, places: Mapping[ModuleKey, str] | None = None) -> ModelShape:
     """The shape of a model that was built on meta for bf16 compute and dissected.
 
     Args:
@@ -272,14 +272,14 @@ def trace_layer(
     structure: Structure,
     unit: Unit,
     arguments_at: Callable[[int], Arguments],
-    places: Mapping[Place, str] | None = None,
+    places: Mapping[ModuleKey, str] | None = None,
 ) -> LayerCost:
     """Cost of one layer. Where its code does not run on meta tensors, a warning, and an estimate from its matrices.
 
     Args:
         structure, unit: The model, and the layer in it.
         arguments_at: What the layer is called with at a row length.
-        places: Modules that may be computed in chunks of tokens, see `token_wise_places`.
+        places: Modules that may be computed in chunks of tokens, see `find_token_wise`.
     """
     config: Any = structure.model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or TRACED_LENGTHS[1]

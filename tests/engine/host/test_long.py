@@ -113,7 +113,7 @@ def test_a_module_that_draws_random_numbers_is_left_whole_and_that_is_said(caplo
     family = family_of("gpt2", resid_pdrop=0.2)
     with caplog.at_level(logging.INFO):
         chunked = step_of(family, mlp_chunk_tokens=7)
-    assert "GPT2Block.mlp is not computed in chunks of tokens: it draws random numbers" in caplog.text
+    assert "GPT2Block.mlp: not computed in chunks of tokens: draws random numbers" in caplog.text
     want = step_of(family)
     assert chunked[0] == want[0], "the norm behind the layers is computed in chunks, and its forward is the same"
 

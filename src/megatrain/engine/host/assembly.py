@@ -30,11 +30,9 @@ from megatrain.models.build import (
     refuse_no_causal_lm,
     refuse_router_loss,
 )
-from megatrain.models.init import initialize
-from megatrain.models.memory import copy_from_memory
 from megatrain.models.shell import RunLayer, Shell
 from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
-from megatrain.models.weights import load_weights
+from megatrain.models.weights import copy_from_memory, initialize, load_weights
 from megatrain.optim.spec import OptimizerSpec, unmatched_groups
 
 logger = logging.getLogger(__name__)

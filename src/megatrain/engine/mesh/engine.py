@@ -47,10 +47,9 @@ from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import Aftermath, UserError
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.conversion import unit_of_names
-from megatrain.models.init import initialize
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
 from megatrain.models.templates import LayerCode, template_groups
-from megatrain.models.weights import load_weights
+from megatrain.models.weights import initialize, load_weights
 from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)

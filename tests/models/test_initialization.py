@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from families import Family, config
 from hosted import BY_NAME, Hosted, host
 from megatrain.errors import UserError
-from megatrain.models import init
+from megatrain.models import weights
 from megatrain.models.build import build_meta_model
-from megatrain.models.init import initialize
+from megatrain.models.weights import initialize
 
 # gpt2 scales c_proj by depth; gemma2's norms start at zero; the hybrids draw dt_bias and A_log in ways of their own.
 NAMES = ["llama", "gpt2", "gpt_neox", "qwen3_moe", "gemma2", "bamba", "qwen3_next", "deepseek_v3", "falcon_h1"]
@@ -102,13 +102,13 @@ def test_one_unit_is_real_at_a_time(monkeypatch: pytest.MonkeyPatch):
     hosted = fresh(BY_NAME["llama"])
     units = {unit.layout.param_count for unit in hosted.structure.units}
     seen: list[int] = []
-    walk = init._walk
+    walk = weights._walk
 
     def spying(structure, unit):
         seen.append(sum(p.numel() for p in structure.model.parameters() if not p.is_meta))
         return walk(structure, unit)
 
-    monkeypatch.setattr(init, "_walk", spying)
+    monkeypatch.setattr(weights, "_walk", spying)
     initialize(hosted.structure, hosted.store, seed=0)
     assert len(seen) == len(hosted.structure.units)
     assert set(seen) == units
@@ -125,6 +125,6 @@ def test_every_module_is_initialised_by_the_model_that_owns_it():
     """A model inside a model (the language part of a larger one) has its own rules and its own config."""
     structure = fresh(BY_NAME["llama"]).structure
     names = {module: name for name, module in structure.model.named_modules()}
-    seen = {names[module]: names[owner] for unit in structure.units for owner, module in init._walk(structure, unit)}
+    seen = {names[module]: names[owner] for unit in structure.units for owner, module in weights._walk(structure, unit)}
     assert seen.keys() == set(names.values())
     assert seen == {name: "model" if name.startswith("model") else "" for name in seen}
