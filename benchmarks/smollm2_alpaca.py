@@ -25,7 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatrain as mt
-from megatrain.data.loader import StepLoader
+from megatrain.data.rows import StepLoader
 from megatrain.metrics.record import read_records
 from megatrain.run.prepare import prepare
 

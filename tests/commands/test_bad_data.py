@@ -80,15 +80,15 @@ BAD = [
     Bad("latin-1", "a.txt", "Über die Brücke".encode("latin-1"), "a.txt", "iconv -f LATIN1 -t UTF-8"),
     Bad("latin-1 in a table", "a.csv", "text\nfür\n".encode("latin-1"), "a.csv", "iconv"),
     Bad("utf-16", "a.txt", "hello".encode("utf-16"), "a.txt", "is not UTF-8 text"),
-    Bad("binary text", "a.txt", b"abc\x00def", "a.txt", "holds zero bytes"),
-    Bad("gzip cut short", "a.jsonl.gz", gzip.compress(_jsonl(GOOD) * 50)[:-9], "a.jsonl.gz", "cut short or damaged"),
+    Bad("binary text", "a.txt", b"abc\x00def", "a.txt", "contains zero bytes"),
+    Bad("gzip cut short", "a.jsonl.gz", gzip.compress(_jsonl(GOOD) * 50)[:-9], "a.jsonl.gz", "truncated or damaged"),
     Bad("no gzip", "a.jsonl.gz", _jsonl(GOOD), "a.jsonl.gz", "cannot be decompressed"),
     Bad(
         "zstd cut short",
         "a.jsonl.zst",
         zstandard.compress(_jsonl(GOOD) * 50)[:-5],
         "a.jsonl.zst",
-        "cut short or damaged",
+        "truncated or damaged",
     ),
     Bad("broken parquet", "a.parquet", _parquet({"text": ["a"]})[:-6], "a.parquet", "cannot be read as a table"),
     Bad("parquet that is JSON", "a.parquet", _jsonl(GOOD), "a.parquet", "damaged, or of another type"),
@@ -98,10 +98,10 @@ BAD = [
     Bad("JSON lines of numbers", "a.jsonl", b"1\n2\n", "a.jsonl:1", "not an object with columns"),
     Bad("JSON lines cut in the middle", "a.jsonl", _jsonl(GOOD) + b'{"messages": [{"ro', "a.jsonl:2", "not valid JSON"),
     Bad("CSV with a header only", "a.csv", b"text\n", "a.csv", "there are no samples in it"),
-    Bad("CSV row too short", "a.csv", b"prompt,completion\na,b\nc\n", "a.csv:3", "another number of fields"),
+    Bad("CSV row too short", "a.csv", b"prompt,completion\na,b\nc\n", "a.csv:3", "not as many fields as the header"),
     # columns
     Bad(
-        "unknown columns", "a.jsonl", _jsonl({"body": "x"}), "a.jsonl", "name the columns, as in columns: {text: body}"
+        "unknown columns", "a.jsonl", _jsonl({"body": "x"}), "a.jsonl", "set columns: {text: body}"
     ),
     Bad(
         "a format without its columns",
@@ -256,7 +256,7 @@ BAD = [
         "a.jsonl",
         TEXT,
         "data.val.fraction",
-        "one sample, which cannot be split",
+        "a single sample, which cannot be split",
         ("--data.val={fraction: 0.5}",),
     ),
     Bad(
@@ -272,7 +272,7 @@ BAD = [
         "a.jsonl",
         _jsonl(GOOD),
         "data.chat_template",
-        "give a file with a jinja template",
+        "give a jinja template file",
         ("--data.chat_template=t.jinja",),
     ),
     Bad(

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import tiny_tokenizer as tiny
+from megatrain.config.schema import SourceConfig
 from megatrain.data import build
 from megatrain.data import store as store_module
 from megatrain.data.build import Builder
-from megatrain.data.encode import Encoder
 from megatrain.data.rejects import EARLY_CHECK
-from megatrain.data.render import ChatRenderer
-from megatrain.data.settings import SourceSettings
+from megatrain.data.render import ChatRenderer, Encoder
 from megatrain.data.store import TokenStore
 from megatrain.errors import UserError
 
@@ -36,7 +35,7 @@ class _Built:
         self._builder = Builder(Encoder(self.tokenizer), renderer, cache, allow, self.lines.append)
 
     def open(self, path: Path | str, **source: Any) -> TokenStore:
-        return self._builder.open(SourceSettings(str(path), **source), "data.train[0]")
+        return self._builder.open(SourceConfig(path=str(path), **source), "data.train[0]")
 
     @property
     def from_cache(self) -> bool:
@@ -69,7 +68,7 @@ def test_documents_end_in_eos_and_begin_with_bos_if_the_tokenizer_adds_it(tmp_pa
 
 
 def test_a_long_text_has_the_ids_of_the_whole(tmp_path: Path) -> None:
-    """It is tokenised in pieces, cut where tokens begin anyway."""
+    """It is tokenized in pieces, cut where tokens begin anyway."""
     text = "The lazy dog jumps, and the quick fox\ndoes not care. " * 3000
     (tmp_path / "a.txt").write_text(text)
     _jsonl(tmp_path / "a.jsonl", [{"text": text}])
@@ -100,9 +99,9 @@ def test_prompts_that_are_texts_see_no_template_and_messages_do_and_both_are_sai
     texts = [built.tokenizer.decode(_document(store, number)) for number in range(2)]
     assert texts == ["hi ho<|im_end|>", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"]
     assert [line.removeprefix(f"{file}: ") for line in built.lines[1:]] == [
-        "1 sample with prompt and completion as texts: joined as they are, without the chat template of tiny "
+        "1 sample with prompt and completion as text, joined as they are, without the chat template of tiny "
         "(columns: {instruction: q, output: a} would use it)",
-        "2 samples with prompt and completion as messages: rendered by the chat template of tiny",
+        "2 samples with prompt and completion as messages, rendered by the chat template of tiny",
     ]
     again = _Built(tmp_path / "cache")
     again.open(file, columns=columns)
@@ -114,7 +113,7 @@ def test_prompts_that_are_texts_see_no_template_and_messages_do_and_both_are_sai
     assert built.tokenizer.decode(_document(store, 0)).startswith("<|im_start|>user\nhi"), "as the note said"
     plain = _Built(tmp_path / "cache", template=None)
     plain.open(file, columns=columns)
-    assert plain.lines[1].endswith("as texts: joined as they are"), "there is no template to speak of"
+    assert plain.lines[1].endswith("as text, joined as they are"), "there is no template to speak of"
 
 
 def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ def test_rejects_are_counted_by_reason_with_their_places(tmp_path: Path) -> None
 def test_more_than_the_allowed_share_of_rejects_is_an_error(tmp_path: Path) -> None:
     """Case 34."""
     file = _jsonl(tmp_path / "a.jsonl", [_chat()] * 98 + [_chat("")] * 2)
-    with pytest.raises(UserError, match=r"(?s)2 of 100 samples cannot be used \(2.0%; 1.0% may be\).*a.jsonl:99.*0.02"):
+    with pytest.raises(UserError, match=r"(?s)2 of 100 samples cannot be used \(2.0%; 1.0% allowed\).*a.jsonl:99.*0.02"):
         _Built(tmp_path / "cache").open(file)
     assert len(_Built(tmp_path / "cache", allow=0.02).open(file)) == 98
     with pytest.raises(UserError, match="2 of 100"):
@@ -289,7 +288,7 @@ def test_folders_may_not_mix_text_and_chats(tmp_path: Path) -> None:
 def test_templates_that_end_no_turn_or_double_bos_are_errors(tmp_path: Path) -> None:
     """Cases 31 and 35."""
     file = _jsonl(tmp_path / "a.jsonl", [_chat()])
-    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template of tiny puts no special token behind"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template of tiny writes no special token after an answer"):
         _Built(tmp_path / "cache", tiny.NO_TURN_END).open(file)
     with pytest.raises(UserError, match="the chat template of tiny begins a conversation with two BOS tokens"):
         _Built(tmp_path / "cache", "{{ bos_token }}" + tiny.HEADERS_WITH_BOS).open(file)
@@ -315,7 +314,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store_module.StoreWriter, "_put", full)
-    with pytest.raises(UserError, match=r"(?s)no space for the tokenised data.*data.cache_dir"):
+    with pytest.raises(UserError, match=r"(?s)no space for the tokenized data.*data.cache_dir"):
         _Built(tmp_path / "cache").open(_jsonl(tmp_path / "a.jsonl", [_chat()]))
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 

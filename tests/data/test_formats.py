@@ -57,29 +57,29 @@ def test_columns_map_the_formats_names_to_the_files() -> None:
             {"body": "x"},
             "auto",
             {},
-            r"the columns are body: they fit no format\n  -> name the columns, as in columns: {text: body}",
+            r"the columns are body: they fit no format\n  -> set columns: {text: body}",
         ),
         ({"prompt": "x", "chosen": "y"}, "auto", {}, "prompt, chosen: they fit no format"),
         ({"text": "x"}, "alpaca", {}, "format alpaca needs instruction and output"),
         ({"text": "x"}, "messages", {}, "format messages needs messages"),
         ({"text": "x"}, "alpacca", {}, "alpacca is unknown\n  -> did you mean alpaca"),
-        ({"text": "x"}, "auto", {"txet": "text"}, "txet is no column of any format\n  -> did you mean text"),
+        ({"text": "x"}, "auto", {"txet": "text"}, "txet is not a column of any format\n  -> did you mean text"),
         ({"body": "x"}, "auto", {"text": "boby"}, "boby is not in the file\n  -> did you mean body"),
         (
             {"id": 7, "answer": "so", "question": "why"},
             "auto",
             {},
-            r"they fit no format\n  -> name the columns, as in columns: {instruction: question, output: answer} "
+            r"they fit no format\n  -> set columns: {instruction: question, output: answer} "
             r"\(megatrain init: --columns instruction=question output=answer\), or columns: {text: answer}",
         ),
         ({"left": "a", "right": "b"}, "prompt_completion", {}, "\n  -> .* columns: {prompt: left, completion: right}"),
-        ({"left": "a", "right": "b"}, "text", {}, "\n  -> name the columns, as in columns: {text: left}"),
+        ({"left": "a", "right": "b"}, "text", {}, "\n  -> set columns: {text: left}"),
         ({"left": "a", "right": "b"}, "auto", {}, "\n  -> .* columns: {instruction: left, output: right}"),
         (
             {"question": "why", "answer": "so"},
             "auto",
             {"question": "instruction", "answer": "output"},
-            "written the other way round: the format's name comes first\n"
+            "the wrong way round: the format's name comes first\n"
             "  -> write columns: {instruction: question, output: answer}",
         ),
     ],

@@ -11,7 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 import tiny_tokenizer as tiny
-from megatrain.data import DataSettings, SourceSettings, load_data
+from megatrain.config.schema import DataConfig, SourceConfig
+from megatrain.data import load_data
 from megatrain.data.hub import is_hub_id
 from megatrain.data.sources import find_files
 from megatrain.errors import UserError
@@ -57,10 +58,10 @@ def test_a_data_set_in_the_cache_trains_as_a_file_does(cache: Path) -> None:
     snapshot(
         cache, {"data/train-00000-of-00001.jsonl": LINE * 5, "data/test-00000-of-00001.jsonl": LINE, "README.md": ""}
     )
-    data = DataSettings((SourceSettings("org/some-set"),), cache_dir=str(cache / "tokens"))
+    data = DataConfig(train=(SourceConfig(path="org/some-set"),), cache_dir=str(cache / "tokens"))
     rows, _ = load_data(data, tiny.make_tokenizer(), log=lambda line: None)
     assert rows.stats.samples == 5
-    data = DataSettings((SourceSettings("org/some-set", split="test"),), cache_dir=str(cache / "tokens"))
+    data = DataConfig(train=(SourceConfig(path="org/some-set", split="test"),), cache_dir=str(cache / "tokens"))
     rows, _ = load_data(data, tiny.make_tokenizer(), log=lambda line: None)
     assert rows.stats.samples == 1
 
@@ -130,7 +131,7 @@ def test_what_the_datasets_library_has_prepared_is_read(cache: Path, monkeypatch
     target.mkdir(parents=True)
     (target / "dataset_info.json").write_bytes((arrow.parent / "dataset_info.json").read_bytes())
     (target / "open_orca-train.arrow").write_bytes(arrow.read_bytes())
-    data = DataSettings((SourceSettings("org/OpenOrca"),), cache_dir=str(cache / "tokens"))
+    data = DataConfig(train=(SourceConfig(path="org/OpenOrca"),), cache_dir=str(cache / "tokens"))
     rows, _ = load_data(data, tiny.make_tokenizer(), log=lambda line: None)
     assert rows.stats.samples == 7
     with pytest.raises(UserError, match="set split to one of train"):
@@ -141,8 +142,8 @@ def test_a_data_set_that_is_not_in_the_cache_is_refused_at_once(cache: Path) -> 
     with pytest.raises(UserError) as refusal:
         found(cache, "org/other")
     assert str(refusal.value) == (
-        "data.train[0]: org/other is no file or folder here, and no data set in the local cache; megatrain downloads nothing\n"
-        "  -> check the path, or fetch the data set first: hf download org/other --repo-type dataset"
+        "data.train[0]: org/other is neither a local path nor a dataset in the local cache; megatrain downloads nothing\n"
+        "  -> check the path, or fetch the dataset first: hf download org/other --repo-type dataset"
     )
 
 
@@ -151,7 +152,7 @@ def test_a_path_in_a_folder_that_exists_is_no_id(cache: Path) -> None:
     Path("data/chat.json").write_text(json.dumps([]))
     with pytest.raises(UserError, match=r"data/chat.jsonl does not exist\n  -> did you mean data/chat.json"):
         found(cache, "data/chat.jsonl")
-    with pytest.raises(UserError, match="belong to data sets of the hub"):
+    with pytest.raises(UserError, match="are for datasets of the hub"):
         find_files("data/chat.json", "data.train[0]", split="test")
 
 

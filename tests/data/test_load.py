@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import tiny_tokenizer as tiny
-from megatrain.data import DataSettings, PackedRows, SourceSettings, StepLoader, ValSettings, load_data
+from megatrain.config.schema import DataConfig, SourceConfig, ValConfig
+from megatrain.data import PackedRows, StepLoader, load_data
 from megatrain.errors import UserError
 
 
@@ -29,8 +30,8 @@ def _chats(file: Path, lengths: list[int]) -> str:
 def _load(
     tmp_path: Path, *paths: str, log: list[str] | None = None, pad: str = "<|pad|>", **settings: Any
 ) -> tuple[PackedRows, PackedRows | None]:
-    data = DataSettings(
-        train=tuple(SourceSettings(path) for path in paths),
+    data = DataConfig(
+        train=tuple(SourceConfig(path=path) for path in paths),
         **{"max_tokens": 64, "cache_dir": str(tmp_path / "cache"), **settings},
     )
     lines = log if log is not None else []
@@ -102,28 +103,28 @@ def test_documents_of_one_token_are_no_data(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no token of train would be trained: its 4 samples have 4 tokens"):
         _load(tmp_path, one)
     with pytest.raises(UserError, match=r"data.val: no token of val would be trained: its 4 samples have 4 tokens"):
-        _load(tmp_path, _texts(tmp_path / "b.jsonl", 3), val=ValSettings(sources=(SourceSettings(one),)))
+        _load(tmp_path, _texts(tmp_path / "b.jsonl", 3), val=ValConfig(sources=(SourceConfig(path=one),)))
 
 
-def test_a_wrong_source_is_found_before_the_first_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_source_is_found_before_the_first_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = _texts(tmp_path / "a.jsonl", 3)
     bad = _write(tmp_path / "b.jsonl", [{"body": "x"}]), _write(tmp_path / "c.jsonl", [{"headline": "x"}])
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain.data.encode.Encoder.ids", lambda *_: pytest.fail("tokenised"))
+        patch.setattr("megatrain.data.render.Encoder.ids", lambda *_: pytest.fail("tokenized"))
         with pytest.raises(UserError, match=r"2 problems(?s:.*)the columns are body(?s:.*)the columns are headline"):
-            _load(tmp_path, good, bad[0], val=ValSettings(sources=(SourceSettings(bad[1]),)))
+            _load(tmp_path, good, bad[0], val=ValConfig(sources=(SourceConfig(path=bad[1]),)))
     assert _load(tmp_path, good, _texts(tmp_path / "d.jsonl", 2))[0].stats.samples == 5
 
 
 def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
     """More data never moves a sample from one side to the other, nor does its order."""
     file = tmp_path / "a.jsonl"
-    train, val = _load(tmp_path, _texts(file, 300), val=ValSettings(fraction=0.2))
+    train, val = _load(tmp_path, _texts(file, 300), val=ValConfig(fraction=0.2))
     assert val is not None
     assert 30 < len(_documents(val)) < 90
     assert not _documents(train) & _documents(val)
     assert len(_documents(train) | _documents(val)) == 300
-    _, more_val = _load(tmp_path, _texts(file, 600), val=ValSettings(fraction=0.2))
+    _, more_val = _load(tmp_path, _texts(file, 600), val=ValConfig(fraction=0.2))
     assert more_val is not None
     assert {d for d in _documents(more_val) if int(d.rsplit(":", 1)[1]) <= 300} == _documents(val)
 
@@ -131,18 +132,18 @@ def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
 def test_a_fraction_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The dog. " * 100)
     with pytest.raises(
-        UserError, match=r"data.val.fraction: the data are one sample, which cannot be split(?s:.*)lines"
+        UserError, match=r"data.val.fraction: the data is a single sample, which cannot be split(?s:.*)lines"
     ):
-        _load(tmp_path, str(tmp_path / "a.txt"), val=ValSettings(fraction=0.01))
+        _load(tmp_path, str(tmp_path / "a.txt"), val=ValConfig(fraction=0.01))
 
 
 def test_sources_of_their_own_are_held_out_and_shared_samples_are_told(tmp_path: Path) -> None:
     lines: list[str] = []
     train, held = _texts(tmp_path / "a.jsonl", 50), _texts(tmp_path / "b.jsonl", 10, first=45)
-    rows, val = _load(tmp_path, train, val=ValSettings(sources=(SourceSettings(held),)), log=lines)
+    rows, val = _load(tmp_path, train, val=ValConfig(sources=(SourceConfig(path=held),)), log=lines)
     assert val is not None
     assert (rows.stats.samples, val.stats.samples) == (50, 10)
-    assert f"warning: 5 of 10 samples of {held} are in the training data as well" in lines
+    assert f"warning: 5 of 10 samples of {held} are also in the training data" in lines
 
 
 def test_unpacked_rows(tmp_path: Path) -> None:
@@ -164,32 +165,20 @@ def test_rows_do_not_depend_on_the_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"train": (SourceSettings("nowhere.jsonl"),)}, r"data.train\[0\].path: nowhere.jsonl does not exist"),
-        ({"val": ValSettings(sources=(SourceSettings("nowhere"),))}, r"data.val.sources\[0\].path: nowhere does not"),
+        ({"train": (SourceConfig(path="nowhere.jsonl"),)}, r"data.train\[0\].path: nowhere.jsonl does not exist"),
+        ({"val": ValConfig(sources=(SourceConfig(path="nowhere"),))}, r"data.val.sources\[0\].path: nowhere does not"),
         ({"chat_template": "gone.jinja"}, "data.chat_template: gone.jinja does not exist"),
         ({"max_tokens": 9999}, "data.max_tokens: rows of 9999 tokens are longer than the 512 positions of the model"),
     ],
 )
 def test_errors_say_where(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
-    plain = {"train": (SourceSettings(_texts(tmp_path / "a.jsonl", 3)),), "cache_dir": str(tmp_path / "cache")}
+    plain = {"train": (SourceConfig(path=_texts(tmp_path / "a.jsonl", 3)),), "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=f"^{said}(?s:.*)\n  -> "):
-        load_data(DataSettings(**{"max_tokens": 64, **plain, **settings}), tiny.make_tokenizer(), model_max_length=512)
+        load_data(DataConfig(**{"max_tokens": 64, **plain, **settings}), tiny.make_tokenizer(), model_max_length=512)
 
 
 def test_ids_outside_the_models_vocabulary_are_found_before_training(tmp_path: Path) -> None:
     path = _texts(tmp_path / "a.jsonl", 3)
-    data = DataSettings((SourceSettings(path),), cache_dir=str(tmp_path / "cache"))
+    data = DataConfig(train=(SourceConfig(path=path),), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"a.jsonl:\d: token id \d+ is outside the model's vocabulary of 100"):
         load_data(data, tiny.make_tokenizer(), vocab_size=100)
-
-
-def test_the_config_section_fits() -> None:
-    from megatrain.config.schema import DataConfig
-    from megatrain.data.settings import DataLike
-
-    config: DataLike = DataConfig(train="a.jsonl", max_tokens=64)  # pyright: ignore[reportArgumentType]
-    plain = DataSettings(train=(SourceSettings("a.jsonl"),), max_tokens=64)
-    for name in ("val", "max_tokens", "overflow", "train_on", "packing", "chat_template", "allow_rejects", "cache_dir"):
-        assert getattr(config, name) == getattr(plain, name), name
-    for name in ("path", "weight", "format", "columns"):
-        assert getattr(config.train[0], name) == getattr(plain.train[0], name), name

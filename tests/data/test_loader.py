@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.loader import StepLoader
 from megatrain.data.packing import Pieces, Segments, cut_stream, one_per_row
-from megatrain.data.rows import NO_TARGET, PackedRows, RowGroup
+from megatrain.data.rows import NO_TARGET, PackedRows, RowGroup, StepLoader
 from megatrain.data.store import StoreWriter, TokenStore
 
 PAD = 9

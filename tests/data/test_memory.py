@@ -21,7 +21,8 @@ def _growth_mib(folder: Path, kind: str, size_mib: int) -> float:
         from pathlib import Path
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
-        from megatrain.data import DataSettings, SourceSettings, load_data
+        from megatrain.config.schema import DataConfig, SourceConfig
+        from megatrain.data import load_data
 
         folder, kind, words, size = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]) << 20
 
@@ -44,9 +45,9 @@ def _growth_mib(folder: Path, kind: str, size_mib: int) -> float:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[EOS]")
 
         def peak(name, size):
-            source = SourceSettings(write(name, size))
+            source = SourceConfig(path=write(name, size))
             rows, _ = load_data(
-                DataSettings((source,), max_tokens=512, cache_dir=str(folder / "cache")), tokenizer, log=lambda line: None
+                DataConfig(train=(source,), max_tokens=512, cache_dir=str(folder / "cache")), tokenizer, log=lambda line: None
             )
             assert rows.stats.tokens * 6 > size / 2, rows.stats
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -9,10 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import tiny_tokenizer as tiny
-from megatrain.data.encode import Encoder
 from megatrain.data.formats import ChatSample
 from megatrain.data.rejects import SampleRejected
-from megatrain.data.render import ChatRenderer, Rendered
+from megatrain.data.render import ChatRenderer, Encoder, Rendered
 from megatrain.errors import UserError
 
 CHAT = [("user", "What is one?"), ("assistant", "A number."), ("user", "And two?"), ("assistant", " Also\n a number ")]
@@ -125,7 +124,7 @@ def test_rewritten_history_becomes_a_text_for_each_turn() -> None:
     renderer = ChatRenderer(tokenizer, None, "assistant")
     first, second = renderer.render(sample)
     assert renderer.take_notes() == [
-        "the chat template of tiny rewrites earlier turns; such conversations were expanded into a sample per turn (1 time)"
+        "the chat template of tiny rewrites earlier turns; these conversations were split into a sample per turn (1 time)"
     ]
     assert renderer.take_notes() == []
     assert first.text.endswith("<think>\neasy\n</think>\n\nA number.<|im_end|>\n")
@@ -149,7 +148,7 @@ def test_a_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() 
     renderer = ChatRenderer(tokenizer, None, "assistant")
     assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
     renderer.render(_sample(CHAT[:2]))
-    assert "writes a generation prompt that goes on where the answers do not (1 time)" in renderer.take_notes()[0]
+    assert "adds text to the generation prompt that the answers do not have (1 time)" in renderer.take_notes()[0]
 
 
 def test_a_template_without_a_generation_prompt_does_not_train_headers() -> None:
@@ -166,7 +165,7 @@ def test_a_template_that_marks_no_word_is_an_error_that_names_it() -> None:
 
 def test_a_turn_that_no_token_ends_is_an_error_that_names_the_template() -> None:
     """Case 31."""
-    with pytest.raises(UserError, match="the chat template of tiny puts no special token behind the assistant's words"):
+    with pytest.raises(UserError, match="the chat template of tiny writes no special token after an answer"):
         _trained(tiny.make_tokenizer(tiny.NO_TURN_END), _sample(CHAT))
 
 
@@ -184,7 +183,7 @@ def test_a_token_of_the_next_turn_that_ends_an_answer_is_trained_behind_every_an
         " Also\n a number <|user|>",
     ]
     renderer.render(thinking)
-    assert any("only by the <|user|> of the next turn" in note for note in renderer.take_notes())
+    assert any("only with the <|user|> of the next turn" in note for note in renderer.take_notes())
 
 
 def test_words_that_the_template_leaves_out_are_told() -> None:
@@ -192,7 +191,7 @@ def test_words_that_the_template_leaves_out_are_told() -> None:
     for template, told in ((tiny.CHATML, False), (tiny.NO_THOUGHTS, True)):
         renderer = ChatRenderer(tiny.make_tokenizer(template), None, "assistant")
         renderer.render(sample)
-        assert any("leaves out words of an answer's content" in note for note in renderer.take_notes()) == told
+        assert any("leaves out part of an answer's content" in note for note in renderer.take_notes()) == told
 
 
 @pytest.mark.parametrize("template", [tiny.TEXT_CALLS, tiny.OBJECT_CALLS])
@@ -210,7 +209,7 @@ def test_a_template_that_renders_turns_unlike_their_prompts_is_an_error_that_nam
 
 
 def test_no_template_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(UserError, match=r"tiny has no chat template.*\n  -> give a file with a jinja template"):
+    with pytest.raises(UserError, match=r"tiny has no chat template.*\n  -> give a jinja template file"):
         ChatRenderer(tiny.make_tokenizer(None), None, "assistant").render(_sample(CHAT))
 
 
@@ -240,7 +239,7 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_the_prompts() -> None
     begin = next(b + 1 for b, e in offsets if e - b > 2 and b > 5)  # inside a token
     ((_, mask),) = encoder.masked_ids([Rendered(text, ((begin, len(text)),))])
     assert mask.tolist() == [b >= begin for b, _ in offsets]
-    assert encoder.take_notes() == ["1 answer begins inside a token of its prompt; it is not trained"]
+    assert encoder.take_notes() == ["1 answer begins in the middle of a token; that token is not trained"]
 
 
 def test_plain_text_ids_are_the_tokenizers_own() -> None:

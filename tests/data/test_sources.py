@@ -194,7 +194,7 @@ def test_missing_files_are_named_with_what_is_near(tmp_path: Path, path: str, sa
         ("a.jsonl.zst", b"not zstd at all", "cannot be decompressed"),
         ("a.parquet", b"PAR1 but no more", "a.parquet: cannot be read as a table"),
         ("a.arrow", b"nothing of the kind", "a.arrow: cannot be read as a table"),
-        ("a.bin", b"\x00\x01\x02", "a.bin: is not text: it holds zero bytes"),
+        ("a.bin", b"\x00\x01\x02", "a.bin: is not text: it contains zero bytes"),
     ],
 )
 def test_broken_files_are_errors_that_name_them(tmp_path: Path, name: str, content: bytes, said: str) -> None:

@@ -19,7 +19,7 @@ from counting import CountingEngine, Result
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.data.loader import StepLoader
+from megatrain.data.rows import StepLoader
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.record import read_records
 from megatrain.run.loop import train

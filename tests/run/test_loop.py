@@ -16,7 +16,7 @@ import torch
 from counting import CountingEngine, Result, Saved
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.data.loader import StepLoader
+from megatrain.data.rows import StepLoader
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.record import StepRecord, read_records
 from megatrain.run.loop import TrainSummary, train

@@ -20,7 +20,8 @@ import families
 import tiny_tokenizer as tiny
 from families import BY_NAME, CORE, VOCAB, Family, build
 from megatrain.commands.main import main
-from megatrain.data import DataSettings, PackedRows, SourceSettings, load_data
+from megatrain.config.schema import DataConfig, SourceConfig
+from megatrain.data import PackedRows, load_data
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.objective import cross_entropy_sum
 from tiny_run import config, write_model, write_texts
@@ -53,8 +54,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[PackedRows, PackedRo
             file.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
 
     def load(packing: bool) -> PackedRows:
-        data = DataSettings(
-            (SourceSettings(str(folder / "a.jsonl")),),
+        data = DataConfig(
+            train=(SourceConfig(path=str(folder / "a.jsonl")),),
             max_tokens=MAX_TOKENS,
             packing=packing,
             cache_dir=str(folder / "cache"),

@@ -16,7 +16,7 @@ from rich.text import Text
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
 from megatrain.data.load import Part, open_data, pack_data
-from megatrain.data.loader import StepLoader
+from megatrain.data.rows import StepLoader
 from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.preflight import preflight_data, preflight_model

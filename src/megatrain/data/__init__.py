@@ -1,21 +1,17 @@
 """Data: from files to rows of tokens.
 
-sources   files -> records with their places
-formats   records -> samples (text, chats, prompts, tokens)
-render    chats -> text and trained characters, by the checkpoint's template
-encode    text -> ids and masks
-store     ids in memory-mapped files; build fills them, through a cache
+sources   files -> records with their places (`hub`: datasets in the local Hugging Face cache)
+formats   records -> samples (text, chats, prompts, tokens); `rejects` counts faulty ones
+render    samples -> text with trained characters -> token ids with masks
+build     sources -> token stores, through a cache (`store`: ids in memory-mapped files)
 packing   samples -> rows
-rows      rows -> arrays of a batch
-loader    step number -> batch
-load      all of it
+rows      rows -> batches; step number -> rows
+load      all of the above
 """
 
 from __future__ import annotations
 
 from megatrain.data.load import load_data
-from megatrain.data.loader import StepLoader
-from megatrain.data.rows import PackedRows, RowStats
-from megatrain.data.settings import DataSettings, SourceSettings, ValSettings
+from megatrain.data.rows import PackedRows, RowStats, StepLoader
 
-__all__ = ["DataSettings", "PackedRows", "RowStats", "SourceSettings", "StepLoader", "ValSettings", "load_data"]
+__all__ = ["PackedRows", "RowStats", "StepLoader", "load_data"]

@@ -1,23 +1,23 @@
-"""Formats: which columns make a sample, and how a record becomes one.
+"""Sample formats: which columns each needs, and how a record becomes a sample.
 
 | format | columns (optional ones in brackets) |
 |---|---|
-| text, lines | text; of a `.txt` file `text` makes one document, `lines` one of each line |
+| text, lines | text; a `.txt` file is one document as `text`, one document per line as `lines` |
 | messages | messages: [{role, content, [tool_calls, reasoning_content, train or weight or loss_weight]}], [tools] |
 | sharegpt | conversations: [{from, value}], [system, tools] |
 | alpaca | instruction, output, [input, system, history] |
 | prompt_completion | prompt, completion: two strings, or two lists of messages |
 | tokens | input_ids, [labels] |
 
-Records become one of four kinds of sample. Text and unlabelled tokens are streams, cut wherever a row ends; the others
-stay whole. The faults of one record raise `SampleRejected`; a file that fits no format raises `UserError`.
+A record becomes one of four kinds of sample. Text and unlabelled tokens are streams, cut wherever a row ends; the other
+kinds stay whole. A faulty record raises `SampleRejected`; a file that fits no format raises `UserError`.
 """
 
 from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class PromptSample:
-    """Plain text of which the first part is given and the second is trained; no chat template."""
+    """Plain text without a chat template; only the completion is trained."""
 
     prompt: str
     completion: str
@@ -43,10 +43,10 @@ class ChatSample:
     """A conversation.
 
     Attributes:
-        messages: As chat templates take them: role, content (a string), and what else the record has.
-        flags: For each message what the record says of training it; None: nothing.
+        messages: As chat templates take them: role, content (a string), and the record's other keys.
+        flags: For each message, whether the record wants it trained; None: not stated.
         tools: JSON schemas for the template.
-        answers_from: Messages before this one are a prompt, the assistant's among them too.
+        answers_from: Index of the first message that may be trained; those before it are the prompt.
     """
 
     messages: list[dict[str, Any]]
@@ -57,7 +57,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Token ids; `trained` is None (all of them) or as long as they are."""
+    """Token ids; `trained` has one entry per id, or is None if all are trained."""
 
     input_ids: list[int]
     trained: list[bool] | None = None
@@ -65,12 +65,12 @@ class TokenSample:
 
 Sample = TextSample | PromptSample | ChatSample | TokenSample
 Fields = Mapping[str, Any]
-"""A record under the format's own column names."""
+"""A record, keyed by the format's column names."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one format reads a record."""
+    """Columns of a format, and its conversion of a record to a sample."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
@@ -79,7 +79,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Reading:
-    """A format applied to the columns of a file."""
+    """A format, applied to the columns of a file."""
 
     name: str
     columns: Mapping[str, str]
@@ -87,10 +87,10 @@ class Reading:
     kind: Literal["stream", "samples"]
 
     def sample(self, record: Mapping[str, Any]) -> Sample:
-        """The record's sample.
+        """Convert a record.
 
         Raises:
-            SampleRejected: The record has none.
+            SampleRejected: The record is faulty.
         """
         return FORMATS[self.name].convert({own: record.get(column) for own, column in self.columns.items()})
 
@@ -100,54 +100,40 @@ class Reading:
 
 
 def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Mapping[str, str], where: str) -> Reading:
-    """The format of a file, from its first records.
+    """Determine the format of a file from its first records.
 
     Args:
         records: The first records, at least one.
-        format: The format's name, or `auto`.
+        format: A format's name, or `auto`.
         mapping: The user's `columns:`.
         where: The file, for errors.
 
     Raises:
-        UserError: The format is unknown, the mapping names a column that is not there, or no format fits.
+        UserError: The format is unknown, the mapping names a missing column, or no format fits.
     """
     present = list(dict.fromkeys(column for record in records for column in record))
-    known = list(dict.fromkeys(own for f in FORMATS.values() for own in (*f.required, *f.optional)))
-    for own, column in mapping.items():
-        if own not in known and own in present and column in known:
-            turned = ", ".join(f"{value}: {key}" for key, value in mapping.items())
-            raise UserError(
-                f"columns: {own}: {column} is written the other way round: the format's name comes first",
-                where,
-                f"write columns: {{{turned}}}",
-            )
-        if own not in known:
-            raise UserError(f"columns: {own} is no column of any format", where, _closest(own, known))
-        if column not in present:
-            raise UserError(f"columns: {own}: {column} is not in the file", where, _closest(column, present))
-    # A column that the user gave a meaning loses the one that its own name has.
+    _check_mapping(mapping, present, where)
+    # A column that the mapping renames loses its own name.
     own_names = {column: column for column in present if column not in mapping.values()}
     own_names |= {column: own for own, column in mapping.items()}
     column_of = {own: column for column, own in own_names.items()}
+    turns = next((column_of[own] for own in TURN_COLUMNS if own in column_of), None)
 
-    name = format if format != "auto" else _guess(records, column_of)
-    if name not in FORMATS and name is not None:
+    name = format if format != "auto" else _guess(records, column_of, turns)
+    if name is not None and name not in FORMATS:
         raise UserError(f"format: {name} is unknown", where, _closest(name, list(FORMATS)))
-    chosen = FORMATS[name] if name is not None else None
-    if name is not None and chosen is not None and name not in ("messages", "sharegpt"):
-        missing = [own for own in chosen.required if own not in column_of]
-    else:
-        missing = [] if _turns_column(column_of) else ["messages"]
-    if name is None or chosen is None or missing:
-        wanted = f"format {name} needs {' and '.join(missing)}" if name else "they fit no format"
+    is_chat = name in ("messages", "sharegpt")
+    required = FORMATS[name].required if name is not None else ()
+    missing = [own for own in required if own not in column_of] if not is_chat else [] if turns else ["messages"]
+    if name is None or missing:
+        problem = f"format {name} needs {' and '.join(missing)}" if name else "they fit no format"
         listed = ", ".join(present[:12]) + (f" and {len(present) - 12} more" if len(present) > 12 else "")
         raise UserError(
-            f"the columns are {listed or '(none)'}: {wanted}", where, _columns_remedy(present, records, name)
+            f"the columns are {listed or '(none)'}: {problem}", where, _columns_remedy(present, records, name)
         )
-    used = {own: column_of[own] for own in (*chosen.required, *chosen.optional) if own in column_of}
-    if name in ("messages", "sharegpt"):
-        # The list of turns goes by several names; both formats call it messages.
-        used = {"messages": _turns_column(column_of) or "", **{k: v for k, v in used.items() if k not in TURN_COLUMNS}}
+    used = {own: column_of[own] for own in (*required, *FORMATS[name].optional) if own in column_of}
+    if is_chat:  # both formats call the list of turns messages
+        used = {"messages": turns or "", **{own: column for own, column in used.items() if own not in TURN_COLUMNS}}
     is_stream = name in ("text", "lines") or (name == "tokens" and "labels" not in used)
     return Reading(name, used, "stream" if is_stream else "samples")
 
@@ -155,37 +141,45 @@ def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Map
 TURN_COLUMNS = ("messages", "conversations", "conversation")
 
 
-def _turns_column(column_of: Mapping[str, str]) -> str | None:
-    return next((column_of[own] for own in TURN_COLUMNS if own in column_of), None)
+def _check_mapping(mapping: Mapping[str, str], present: Sequence[str], where: str) -> None:
+    known = list(dict.fromkeys(own for f in FORMATS.values() for own in (*f.required, *f.optional)))
+    for own, column in mapping.items():
+        if own not in known and own in present and column in known:
+            turned = ", ".join(f"{value}: {key}" for key, value in mapping.items())
+            raise UserError(
+                f"columns: {own}: {column} is the wrong way round: the format's name comes first",
+                where,
+                f"write columns: {{{turned}}}",
+            )
+        if own not in known:
+            raise UserError(f"columns: {own} is not a column of any format", where, _closest(own, known))
+        if column not in present:
+            raise UserError(f"columns: {own}: {column} is not in the file", where, _closest(column, present))
 
 
-def _guess(records: Sequence[Mapping[str, Any]], column_of: Mapping[str, str]) -> str | None:
-    turns = _turns_column(column_of)
+def _guess(records: Sequence[Mapping[str, Any]], column_of: Mapping[str, str], turns: str | None) -> str | None:
     if turns is not None:
         for record in records:
             value = _from_json(record.get(turns))
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 return "sharegpt" if "from" in value[0] else "messages"
         return "messages"
-    for name in ("prompt_completion", "alpaca", "text", "tokens"):
-        if all(own in column_of for own in FORMATS[name].required):
-            return name
-    return None
+    candidates = ("prompt_completion", "alpaca", "text", "tokens")
+    return next((name for name in candidates if all(own in column_of for own in FORMATS[name].required)), None)
 
 
-def _closest(name: str, names: Iterable[str]) -> str:
-    names = list(names)
+def _closest(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
 
 
 QUESTIONS = ("question", "query", "instruction", "prompt", "problem", "input", "q", "user", "human", "source")
 ANSWERS = ("answer", "response", "output", "completion", "solution", "reply", "a", "assistant", "target")
-"""Names that such columns often have: what a remedy offers, never what is read without being asked."""
+"""Common names of such columns: suggested in a remedy, never assumed."""
 
 
 def _columns_remedy(present: Sequence[str], records: Sequence[Mapping[str, Any]], name: str | None) -> str:
-    """What to write: a question and an answer if there are two columns of strings, since as text one would be lost."""
+    """A `columns:` to write: question and answer if there are two text columns, since plain text would lose one."""
     strings = [c for c in present if any(isinstance(record.get(c), str) for record in records)]
     offers = []
     asked, given = ("prompt", "completion") if name == "prompt_completion" else ("instruction", "output")
@@ -198,8 +192,8 @@ def _columns_remedy(present: Sequence[str], records: Sequence[Mapping[str, Any]]
         offers.append(f"columns: {{{asked}: {question}, {given}: {answer}}} (megatrain init: --columns {words})")
     column = next(iter([*strings, *present]), "body")
     offers.append(f"columns: {{text: {column}}}" + (" to train that column alone, as plain text" if offers else ""))
-    needs = "; ".join(f"{own}: {' + '.join(f.required)}" for own, f in FORMATS.items() if own != "lines")
-    return f"name the columns, as in {', or '.join(offers)}. Formats need {needs}"
+    needs = ", ".join(f"{own} ({', '.join(f.required)})" for own, f in FORMATS.items() if own != "lines")
+    return f"set {', or '.join(offers)}. Formats and their columns: {needs}"
 
 
 # ---- records to samples
@@ -263,7 +257,7 @@ def _tokens(fields: Fields) -> TokenSample:
     if not isinstance(labels, list) or len(labels) != len(ids):
         raise SampleRejected("labels is not as long as input_ids")
     if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
-        # Every target is the next token of the row; only that it is one can be said.
+        # A target is always the row's next token; labels can only select.
         raise SampleRejected("labels differ from input_ids where they are not -100")
     return TokenSample(ids, [label != -100 for label in labels])
 
@@ -280,7 +274,7 @@ FORMATS: dict[str, Format] = {
 
 ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-    # The words of sharegpt files.
+    # sharegpt's names
     "human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant",
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
@@ -289,7 +283,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def _string(fields: Fields, name: str) -> str:
-    """A text column; absent and null are empty."""
+    """The value of a text column; empty if it is missing or null."""
     value = fields.get(name)
     if value is None:
         return ""
@@ -299,7 +293,7 @@ def _string(fields: Fields, name: str) -> str:
 
 
 def _from_json(value: object, lists_only: bool = False) -> Any:
-    """Tables and some JSON files keep lists as JSON text."""
+    """Parse lists and objects that are stored as JSON text, as tables and some JSON files do."""
     import orjson
 
     if isinstance(value, str) and value.lstrip().startswith(("[",) if lists_only else ("[", "{")):
@@ -328,7 +322,7 @@ def _turns(value: object, role_key: str, content_key: str) -> tuple[list[dict[st
 
 
 def _message(turn: dict[str, Any], role_key: str, content_key: str) -> dict[str, Any]:
-    """A turn as templates take it: no nulls, a known role, content as a string."""
+    """A turn in the form templates take: no nulls, a known role, content as a string."""
     word = turn.get(role_key)
     role = ROLES.get(word.lower()) if isinstance(word, str) else None
     if role is None:
@@ -350,7 +344,7 @@ def _message(turn: dict[str, Any], role_key: str, content_key: str) -> dict[str,
         content, calls = "", [_from_json(content)]
     message["content"] = content or ""
     if reasoning:
-        # Templates read it under either name.
+        # Templates use either name.
         message["reasoning_content"] = message["thinking"] = reasoning
     if calls:
         message["tool_calls"] = [_tool_call(call) for call in calls]
@@ -377,7 +371,7 @@ def _parts(parts: list[Any]) -> tuple[str, str, list[Any]]:
 
 
 def _tool_call(call: object) -> dict[str, Any]:
-    """One call as templates take it: {type: function, function: {name, arguments: object}}."""
+    """A call in the form templates take: {type: function, function: {name, arguments: object}}."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise SampleRejected("a tool call without a function name")
@@ -406,7 +400,7 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
 
 
 def _checked(sample: ChatSample) -> ChatSample:
-    """Faults that templates render without a word."""
+    """Reject faults that templates render without complaint."""
     for message in sample.messages:
         empty = not message["content"].strip() and not message.get("tool_calls")
         if empty and message["role"] in ("user", "assistant"):

@@ -1,97 +1,99 @@
-"""Data sets of the Hugging Face hub, from the local cache. Nothing is downloaded, and no code of a data set runs.
+"""Datasets of the Hugging Face hub, read from the local cache. Nothing is downloaded, and no code of a dataset runs.
 
-Two caches hold them: the hub's, with the files as their authors wrote them (`hf download ORG/NAME --repo-type dataset`), and that
-of the datasets library, with Arrow files (`datasets.load_dataset`). The first that holds the split is read.
+Two caches are searched, in this order: the hub's, with the files as published (`hf download ORG/NAME --repo-type dataset`),
+and the cache of the `datasets` library, with Arrow files (`datasets.load_dataset`). The first that has the split is used.
 
-Which files make a split is said by the front matter of the data set's README.md, else by their names, as on the hub: a path with
-the word `train` in it belongs to the split `train`, and where no path has such a word everything is `train`.
+The README's front matter lists the files of each split. Without it, file names decide, as on the hub: a path containing
+the word `train` belongs to the split `train`; if no path contains a split's word, all files are `train`. The `datasets`
+library itself is not used: it is no dependency, it takes seconds to import, and offline it guesses a subset instead of asking.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatrain.errors import UserError
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
 }
 _NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+Splits = dict[str, list[Path]]
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path that does not exist may be meant as `org/name`: one slash, and no local folder of that name."""
+    """Whether a path that does not exist may be a hub id, `org/name`: one slash, and no local folder `org`."""
     return _ID.fullmatch(path) is not None and not Path(path).parent.is_dir()
 
 
-def cached_files(hub_id: str, subset: str | None, split: str | None, readable: Any, where: str) -> list[Path]:
-    """The files of a split of a data set in the local caches, in a fixed order.
+def cached_files(
+    hub_id: str, subset: str | None, split: str | None, readable: Callable[[Path], bool], where: str
+) -> list[Path]:
+    """The files of one split of a cached dataset, in a fixed order.
 
     Args:
         hub_id: `org/name`.
-        subset: The hub's "subset" or "config"; None: the default one, or the only one.
+        subset: The hub's "subset" or "config"; None: the default, or the only one.
         split: None means `train`.
-        readable: Tells whether a file is of a kind that can be read.
-        where: The config's name of the source, for errors.
+        readable: Whether a file is of a type that can be read.
+        where: The config key of the source, for errors.
 
     Raises:
-        UserError: It is in neither cache, or has no such subset or split.
+        UserError: The dataset is in neither cache, or has no such subset or split.
     """
     wanted = split or "train"
-    there: list[str] = []
-    for splits in _found(hub_id, subset, readable, where):
+    seen: list[str] = []
+    for splits in _cached_splits(hub_id, subset, readable, where):
         if wanted in splits:
             return splits[wanted]
-        there += splits
-    if there:
+        seen += splits
+    if seen:
         raise UserError(
-            f"the data set {hub_id} has no split {wanted}" + (f" in the subset {subset}" if subset else ""),
+            f"the dataset {hub_id} has no split {wanted}" + (f" in the subset {subset}" if subset else ""),
             where=where,
-            remedy=f"set split to one of {', '.join(dict.fromkeys(there))}",
+            remedy=f"set split to one of {', '.join(dict.fromkeys(seen))}",
         )
     raise UserError(
-        f"{hub_id} is no file or folder here, and no data set in the local cache; megatrain downloads nothing",
+        f"{hub_id} is neither a local path nor a dataset in the local cache; megatrain downloads nothing",
         where=where,
-        remedy=f"check the path, or fetch the data set first: hf download {hub_id} --repo-type dataset",
+        remedy=f"check the path, or fetch the dataset first: hf download {hub_id} --repo-type dataset",
     )
 
 
-def _found(hub_id: str, subset: str | None, readable: Any, where: str) -> Iterator[dict[str, list[Path]]]:
-    """For each cache that holds the data set: split -> files."""
-    if (snapshot := _snapshot(hub_id)) is not None:
-        splits = _declared(snapshot, subset, where)
-        if splits is None:
-            splits = _by_name(snapshot, subset, readable)
-        if splits:
-            yield splits
-    if (prepared := _prepared(hub_id, subset, where)) is not None:
-        yield prepared
-
-
-# ---- the hub's cache
-
-
-def _snapshot(hub_id: str) -> Path | None:
+def _cached_splits(hub_id: str, subset: str | None, readable: Callable[[Path], bool], where: str) -> Iterator[Splits]:
+    """The splits of the dataset in each cache that has it."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(hub_id, repo_type="dataset", cache_dir=constants.HF_HUB_CACHE, local_files_only=True)
+        # The path is read at each call, as tests and users change it after the import.
+        folder = snapshot_download(hub_id, repo_type="dataset", cache_dir=constants.HF_HUB_CACHE, local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
-        return None
-    return Path(str(found))
+        pass
+    else:
+        snapshot = Path(str(folder))
+        splits = _declared(snapshot, subset, where)
+        if splits := _by_name(snapshot, subset, readable) if splits is None else splits:
+            yield splits
+    if splits := _prepared(hub_id, subset, where):
+        yield splits
 
 
-def _declared(snapshot: Path, subset: str | None, where: str) -> dict[str, list[Path]] | None:
-    """The splits that the README's front matter names; None if it names none."""
-    configs = _front_matter(snapshot / "README.md").get("configs")
+def _declared(snapshot: Path, subset: str | None, where: str) -> Splits | None:
+    """The splits listed in the README's front matter, or None."""
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
+
+    try:
+        configs = (metadata_load(snapshot / "README.md") or {}).get("configs")
+    except (OSError, ValueError, YAMLError):
+        return None  # no README, or one without valid front matter: file names decide, as on the hub
     if not isinstance(configs, list):
         return None
     named = {str(c.get("config_name", "default")): c for c in configs if isinstance(c, dict) and c.get("data_files")}
@@ -100,92 +102,64 @@ def _declared(snapshot: Path, subset: str | None, where: str) -> dict[str, list[
     default = next((name for name, c in named.items() if c.get("default")), None)
     config = named[_choose(list(named), subset, default, where)]
     root = snapshot / str(config.get("data_dir", "."))
-    splits: dict[str, list[Path]] = {}
+    splits: Splits = {}
     for split, pattern in _patterns(config["data_files"]):
         splits.setdefault(split, []).extend(sorted(file for file in root.glob(pattern) if file.is_file()))
     return {split: files for split, files in splits.items() if files}
 
 
 def _patterns(data_files: object) -> Iterator[tuple[str, str]]:
-    """(split, glob) of the forms that `data_files` takes."""
+    """(split, glob) pairs from any form that `data_files` may have."""
     for item in data_files if isinstance(data_files, list) else [data_files]:
-        if isinstance(item, Mapping):
-            paths = item.get("path", [])
-            for path in paths if isinstance(paths, list) else [paths]:
-                yield str(item.get("split", "train")), str(path)
-        else:
-            yield "train", str(item)
+        split, paths = (
+            (item.get("split", "train"), item.get("path", [])) if isinstance(item, Mapping) else ("train", item)
+        )
+        for path in paths if isinstance(paths, list) else [paths]:
+            yield str(split), str(path)
 
 
-def _front_matter(readme: Path) -> Mapping[str, Any]:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    if not readme.is_file():
-        return {}
-    match = re.match(r"---\r?\n(.*?)\r?\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    if match is None:
-        return {}
-    try:
-        found = YAML(typ="safe", pure=True).load(match[1])
-    except YAMLError:
-        return {}  # files are then told apart by their names, as the hub itself does
-    return found if isinstance(found, Mapping) else {}
-
-
-def _by_name(snapshot: Path, subset: str | None, readable: Any) -> dict[str, list[Path]]:
-    files = [
-        file
-        for file in sorted(snapshot.rglob("*"))
-        if file.is_file()
-        and readable(file)
-        and file.name not in _NO_DATA
-        and not file.name.lower().startswith(("readme", "license"))
-        and not any(part.startswith(".") for part in file.relative_to(snapshot).parts)
-    ]
-    if subset is not None:
-        files = [file for file in files if subset in file.relative_to(snapshot).parts[:-1]]
-    splits: dict[str, list[Path]] = {}
-    for file in files:
-        words = set(re.split(r"[^a-z]+", str(file.relative_to(snapshot)).lower()))
-        split = next((name for name, aliases in _SPLIT_WORDS.items() if words & set(aliases)), None)
-        splits.setdefault(split or "", []).append(file)
-    if set(splits) == {""}:
-        return {"train": splits[""]}
-    splits.pop("", None)
-    return splits
+def _by_name(snapshot: Path, subset: str | None, readable: Callable[[Path], bool]) -> Splits:
+    """The splits according to the words in the files' paths."""
+    splits: Splits = {}
+    for file in sorted(snapshot.rglob("*")):
+        path = file.relative_to(snapshot)
+        is_other = file.name in _NO_DATA or file.name.lower().startswith(("readme", "license"))
+        if is_other or any(part.startswith(".") for part in path.parts) or not (file.is_file() and readable(file)):
+            continue
+        if subset is not None and subset not in path.parts[:-1]:
+            continue
+        words = set(re.split(r"[^a-z]+", str(path).lower()))
+        split = next((name for name, aliases in _SPLIT_WORDS.items() if words & aliases), "")
+        splits.setdefault(split, []).append(file)
+    without = splits.pop("", [])
+    return splits or ({"train": without} if without else {})
 
 
-# ---- the cache of the datasets library
-
-
-def _prepared(hub_id: str, subset: str | None, where: str) -> dict[str, list[Path]] | None:
-    """<cache>/org___name/<subset>/<version>/<hash>/name-train[-00000-of-00002].arrow"""
+def _prepared(hub_id: str, subset: str | None, where: str) -> Splits:
+    """The splits in the cache of the `datasets` library:
+    CACHE/org___name/SUBSET/VERSION/HASH/name-train[-00000-of-00002].arrow"""
     from huggingface_hub import constants
 
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
     organisation, name = hub_id.split("/")
-    name = _snake(name)
-    root = cache / f"{organisation}___{name}"
-    # a build that was broken off lies in a folder that ends in .incomplete
-    infos = [info for info in root.glob("*/*/*/dataset_info.json") if not info.parent.name.endswith(".incomplete")]
-    if not infos:
-        return None
-    subsets = sorted({info.parts[-4] for info in infos})
-    chosen = _choose(subsets, subset, "default" if "default" in subsets else None, where)
-    newest = max((info for info in infos if info.parts[-4] == chosen), key=lambda info: info.stat().st_mtime_ns).parent
-    splits: dict[str, list[Path]] = {}
-    for file in sorted(newest.glob(f"{name}-*.arrow")):
-        match = re.fullmatch(re.escape(name) + r"-(.+?)(-\d{5}-of-\d{5})?\.arrow", file.name)
-        if match is not None:
-            splits.setdefault(match[1], []).append(file)
-    return splits or None
-
-
-def _snake(name: str) -> str:
-    """The library's name of a data set: OpenOrca -> open_orca."""
+    # The library stores OpenOrca as open_orca.
     name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
-    return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower()
+    name = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower()
+    infos = (cache / f"{organisation}___{name}").glob("*/*/*/dataset_info.json")
+    folders = [info.parent for info in infos if not info.parent.name.endswith(".incomplete")]  # of an aborted build
+    if not folders:
+        return {}
+    subsets = sorted({folder.parts[-3] for folder in folders})
+    chosen = _choose(subsets, subset, "default" if "default" in subsets else None, where)
+    newest = max(
+        (folder for folder in folders if folder.parts[-3] == chosen),
+        key=lambda folder: (folder / "dataset_info.json").stat().st_mtime_ns,
+    )
+    splits: Splits = {}
+    for file in sorted(newest.glob(f"{name}-*.arrow")):
+        if match := re.fullmatch(re.escape(name) + r"-(.+?)(-\d{5}-of-\d{5})?\.arrow", file.name):
+            splits.setdefault(match[1], []).append(file)
+    return splits
 
 
 def _choose(subsets: Sequence[str], wanted: str | None, default: str | None, where: str) -> str:
@@ -193,5 +167,5 @@ def _choose(subsets: Sequence[str], wanted: str | None, default: str | None, whe
         return default if default is not None else subsets[0]
     if wanted is not None and wanted in subsets:
         return wanted
-    what = "the data set has several subsets" if wanted is None else f"the data set has no subset {wanted}"
+    what = "the dataset has several subsets" if wanted is None else f"the dataset has no subset {wanted}"
     raise UserError(what, where, f"set subset to one of {', '.join(subsets)}")

@@ -1,4 +1,4 @@
-"""From the `data:` of a run to its rows: the one function that the rest of megatrain calls."""
+"""From the `data` section of a config to rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.config.schema import DataConfig, SourceConfig
 from megatrain.data import packing
 from megatrain.data.build import Builder, Log
-from megatrain.data.encode import Encoder
-from megatrain.data.render import ChatRenderer
+from megatrain.data.render import ChatRenderer, Encoder
 from megatrain.data.rows import PackedRows, RowGroup
-from megatrain.data.settings import DataLike, SourceLike
 from megatrain.data.store import TokenStore
 from megatrain.errors import Problems, UserError
 from megatrain.units import counted
@@ -23,31 +22,31 @@ from megatrain.units import counted
 logger = logging.getLogger(__name__)
 
 MUCH_DROPPED = 0.1
-"""Share of a source's samples; to drop more is rarely what was meant."""
+"""Warn if a larger share of a source's samples is dropped as too long; that is rarely intended."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A source with its tokens.
+    """A tokenized source, and the samples of it that are used.
 
     Attributes:
         store: All samples of the source.
-        chosen: (C,) int64: those that are used here.
+        chosen: (C,) int64: numbers of the samples used here.
     """
 
-    source: SourceLike
+    source: SourceConfig
     store: TokenStore
     chosen: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
-        """(C,) int64: tokens of each sample that is used, before anything is cut."""
+        """(C,) int64: tokens of each chosen sample, before any is cut."""
         return self.store.lengths[self.chosen]
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """All data of a run as tokens, not yet in rows.
+    """All data of a run as tokens, before packing.
 
     Attributes:
         train, val: The sources; `val` is empty without `data.val`.
@@ -60,7 +59,7 @@ class OpenedData:
 
 
 def load_data(
-    data: DataLike,
+    data: DataConfig,
     tokenizer: Any,
     *,
     vocab_size: int | None = None,
@@ -68,21 +67,21 @@ def load_data(
     seed: int = 0,
     log: Log | None = None,
 ) -> tuple[PackedRows, PackedRows | None]:
-    """Read, render, tokenise (or find in the cache) and pack all data of a run.
+    """Read, render, tokenize (or load from the cache) and pack all data of a run.
 
     Args:
-        data: The `data:` section, or a `DataSettings`.
+        data: The `data` section of the config.
         tokenizer: The model's Hugging Face tokenizer.
-        vocab_size: Rows of the model's embedding; ids beyond it are an error here, not in the step that meets them.
-        model_max_length: The most positions the model knows; None: not checked.
-        seed: Decides which samples share a row.
-        log: Takes a line of text for people; None: `logging`.
+        vocab_size: Rows of the model's embedding. Larger ids are an error here instead of in the step that uses them.
+        model_max_length: Positions of the model; None: not checked.
+        seed: Determines which samples share a row.
+        log: Takes a line of text for the user; None: `logging`.
 
     Returns:
-        The rows to train on, and those held out (None without `data.val`).
+        The training rows, and the held-out rows (None without `data.val`).
 
     Raises:
-        UserError: For everything that is wrong with the data, with file and line.
+        UserError: The data cannot be used; names file and line.
     """
     log = log or logger.info
     opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
@@ -90,26 +89,26 @@ def load_data(
 
 
 def load_val(
-    data: DataLike, tokenizer: Any, *, vocab_size: int | None, model_max_length: int | None, seed: int, log: Log
+    data: DataConfig, tokenizer: Any, *, vocab_size: int | None, model_max_length: int | None, seed: int, log: Log
 ) -> PackedRows:
-    """As `load_data`, with the held-out rows alone; `data.val` is set.
+    """As `load_data`, but only the held-out rows. `data.val` must be set.
 
     Raises:
-        UserError: As `load_data`, but for rows that only training needs.
+        UserError: As `load_data`, except for problems that only concern training rows.
     """
     opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
     return _rows(data, opened.pad_id, opened.val, "val", seed, log)
 
 
 def open_data(
-    data: DataLike,
+    data: DataConfig,
     tokenizer: Any,
     *,
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     log: Log,
 ) -> OpenedData:
-    """The first half of `load_data`: everything but the rows. Nothing here depends on `data.max_tokens`.
+    """The first half of `load_data`: everything except packing. The result does not depend on `data.max_tokens`.
 
     Raises:
         UserError: As `load_data`.
@@ -120,36 +119,24 @@ def open_data(
     renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
     builder = Builder(encoder, renderer, cache, data.allow_rejects, log)
 
-    _look_at_all(builder, data)
+    _peek_all(builder, data)
     train = _open(builder, data.train, "data.train", vocab_size)
-    fraction = data.val.fraction if data.val is not None else None
     if data.val is None:
-        return OpenedData(tuple(Part(source, store, _all(store)) for source, store in train), (), encoder.pad)
-    if fraction is not None:
-        held_out = [packing.in_fraction(store.hashes, fraction) for _, store in train]
-        val_parts = [Part(s, store, np.flatnonzero(out)) for (s, store), out in zip(train, held_out, strict=True)]
-        train_parts = [Part(s, store, np.flatnonzero(~out)) for (s, store), out in zip(train, held_out, strict=True)]
-        for name, parts in (("validation", val_parts), ("training", train_parts)):
-            if not sum(len(part.chosen) for part in parts):
-                samples = sum(len(store) for _, store in train)
-                raise UserError(
-                    f"a fraction of {fraction} of {counted(samples, 'sample')} leaves none for {name}"
-                    if samples > 1
-                    else "the data are one sample, which cannot be split into training and validation",
-                    where="data.val.fraction",
-                    remedy="choose another fraction, or give sources of their own (data.val.sources); a .txt file is one "
-                    "sample, or with format: lines one for each line",
-                )
-    else:
-        val = _open(builder, data.val.sources or (), "data.val.sources", vocab_size)
-        train_parts = [Part(source, store, _all(store)) for source, store in train]
-        val_parts = [Part(source, store, _all(store)) for source, store in val]
-        _warn_of_shared(train, val, log)
-    return OpenedData(tuple(train_parts), tuple(val_parts), encoder.pad)
+        return OpenedData(tuple(train), (), encoder.pad)
+    if data.val.fraction is not None:
+        return OpenedData(*_split(train, data.val.fraction), encoder.pad)
+    val = _open(builder, data.val.sources or (), "data.val.sources", vocab_size)
+    known = np.unique(np.concatenate([part.store.hashes for part in train]))
+    for part in val:
+        if shared := int(np.isin(part.store.hashes, known).sum()):
+            log(
+                f"warning: {shared:,} of {len(part.store):,} samples of {part.source.path} are also in the training data"
+            )
+    return OpenedData(tuple(train), tuple(val), encoder.pad)
 
 
 def check_row_length(max_tokens: int, model_max_length: int | None) -> None:
-    """Raise if rows are longer than the model's positions (None: it has no limit).
+    """Raise if rows are longer than the model's positions (None: unlimited).
 
     Raises:
         UserError: Names both lengths.
@@ -162,7 +149,7 @@ def check_row_length(max_tokens: int, model_max_length: int | None) -> None:
         )
 
 
-def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[PackedRows, PackedRows | None]:
+def pack_data(data: DataConfig, opened: OpenedData, seed: int, log: Log) -> tuple[PackedRows, PackedRows | None]:
     """The second half of `load_data`: rows of `data.max_tokens`.
 
     Raises:
@@ -172,11 +159,11 @@ def pack_data(data: DataLike, opened: OpenedData, seed: int, log: Log) -> tuple[
     return train, _rows(data, opened.pad_id, opened.val, "val", seed, log) if opened.val else None
 
 
-def _look_at_all(builder: Builder, data: DataLike) -> None:
-    """Find what is wrong with any source before the first of several is tokenised, which may take long.
+def _peek_all(builder: Builder, data: DataConfig) -> None:
+    """Find problems of all sources before the first is tokenized, which may take long.
 
     Raises:
-        UserError: All of it at once.
+        UserError: All problems in one error.
     """
     val = data.val.sources or () if data.val is not None else ()
     named = [(source, f"data.train[{i}]") for i, source in enumerate(data.train)]
@@ -184,36 +171,40 @@ def _look_at_all(builder: Builder, data: DataLike) -> None:
     problems = Problems()
     for source, where in named if len(named) > 1 else ():
         with problems.collect():
-            builder.look(source, where)
+            builder.peek(source, where)
     problems.raise_all()
 
 
-def _open(
-    builder: Builder, sources: Sequence[SourceLike], where: str, vocab_size: int | None
-) -> list[tuple[SourceLike, TokenStore]]:
-    stores = []
+def _open(builder: Builder, sources: Sequence[SourceConfig], where: str, vocab_size: int | None) -> list[Part]:
+    parts = []
     for i, source in enumerate(sources):
         store = builder.open(source, f"{where}[{i}]")
         if vocab_size is not None:
             store.check_ids(vocab_size)
-        stores.append((source, store))
-    return stores
+        parts.append(Part(source, store, np.arange(len(store))))
+    return parts
 
 
-def _all(store: TokenStore) -> np.ndarray:
-    return np.arange(len(store))
+def _split(parts: Sequence[Part], fraction: float) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """Training and validation samples of each source."""
+    held_out = [packing.in_fraction(part.store.hashes, fraction) for part in parts]
+    train = tuple(Part(p.source, p.store, np.flatnonzero(~out)) for p, out in zip(parts, held_out, strict=True))
+    val = tuple(Part(p.source, p.store, np.flatnonzero(out)) for p, out in zip(parts, held_out, strict=True))
+    for name, side in (("validation", val), ("training", train)):
+        if not any(len(part.chosen) for part in side):
+            samples = sum(len(part.store) for part in parts)
+            raise UserError(
+                f"a fraction of {fraction} of {counted(samples, 'sample')} leaves none for {name}"
+                if samples > 1
+                else "the data is a single sample, which cannot be split into training and validation",
+                where="data.val.fraction",
+                remedy="choose another fraction, or give separate files (data.val.sources); a .txt file is one sample, "
+                "or with format: lines one sample per line",
+            )
+    return train, val
 
 
-def _warn_of_shared(
-    train: list[tuple[SourceLike, TokenStore]], val: list[tuple[SourceLike, TokenStore]], log: Log
-) -> None:
-    known = np.unique(np.concatenate([store.hashes for _, store in train]))
-    for source, store in val:
-        if shared := int(np.isin(store.hashes, known).sum()):
-            log(f"warning: {shared:,} of {len(store):,} samples of {source.path} are in the training data as well")
-
-
-def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: int, log: Log) -> PackedRows:
+def _rows(data: DataConfig, pad_id: int, parts: Sequence[Part], name: str, seed: int, log: Log) -> PackedRows:
     if data.overflow == "error":
         _refuse_overflow(parts, data.max_tokens)
     groups = []
@@ -232,9 +223,9 @@ def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: i
     if stats.targets == 0:
         raise UserError(
             f"no token of {name} would be trained: its {counted(stats.samples, 'sample')} have {counted(stats.tokens, 'token')}, "
-            "and the first token of a document never is a target",
+            "and the first token of a document is never a target",
             where="data.train" if name == "train" else "data.val",
-            remedy="check that this is the right file and its format; a document needs two tokens or more",
+            remedy="check that this is the right file, and its format; a document needs at least two tokens",
         )
     filled = f" of {data.max_tokens} tokens, {stats.efficiency:.1%} filled" if data.packing else ", one sample each"
     log(
@@ -244,7 +235,7 @@ def _rows(data: DataLike, pad_id: int, parts: Sequence[Part], name: str, seed: i
     return rows
 
 
-def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segments:
+def _segments(data: DataConfig, part: Part, seed: int, log: Log) -> packing.Segments:
     store, chosen, lengths = part.store, part.chosen, part.lengths
     if store.kind == "stream":
         cut = packing.cut_stream if data.packing else packing.one_per_row_stream
@@ -269,7 +260,7 @@ def _segments(data: DataLike, part: Part, seed: int, log: Log) -> packing.Segmen
 
 
 def _refuse_overflow(parts: Sequence[Part], max_tokens: int) -> None:
-    """Raise if samples do not fit a row: all sources in one error."""
+    """Raise if any sample does not fit into a row; one error for all sources."""
     lines, longest = [], (0, "")
     for part in parts:
         lengths = part.lengths

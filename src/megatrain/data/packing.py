@@ -1,11 +1,10 @@
-"""Which tokens of a store make which row. Pure functions of arrays; no token is read.
+"""Which tokens of a store form which row. Pure functions of arrays; no token is read.
 
-A row is a sequence of segments, each a run of tokens of one sample: a document of its own, with positions from 0.
+A row is a sequence of segments. A segment is a run of tokens of one sample and a separate document, with positions from 0.
 
-Streams (plain text) fill rows to the last token: a document that does not fit goes on in the next row, as a new document.
-Samples (chats) stay whole: best-fit decreasing, within windows of samples in a seeded order. Samples are taken in
-windows so that rows are mixed and the work is bounded; each window gives at least `_WINDOW_ROWS` rows, so that its last,
-part-filled row hardly counts.
+Streams (plain text) fill rows to the last token: a document that does not fit continues in the next row, as a new document.
+Samples (chats) stay whole. They are packed best-fit decreasing within windows of samples taken in a seeded order: windows mix
+the samples and bound the work. Each window fills at least `_WINDOW_ROWS` rows, so its last, partly filled row hardly counts.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Segments:
     Attributes:
         rows: (R + 1,) int64: the segments of row r are `rows[r]:rows[r + 1]`.
         samples: (S,) int64: the sample of each segment.
-        offsets: (S,) int64: its first token, counted from the sample's.
-        lengths: (S,) int64: its tokens.
+        offsets: (S,) int64: its first token, relative to the sample.
+        lengths: (S,) int64: its number of tokens.
     """
 
     rows: np.ndarray
@@ -42,11 +41,11 @@ class Segments:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Samples cut to the length of a row: (P,) int64 arrays, and what that did.
+    """Samples cut to the length of a row, as (P,) int64 arrays.
 
     Attributes:
-        too_long: Samples longer than a row.
-        lost: Pieces left out: dropped by the policy, or left without a target.
+        too_long: Number of samples longer than a row.
+        lost: Number of pieces left out: dropped by the policy, or without a target.
     """
 
     samples: np.ndarray
@@ -57,12 +56,11 @@ class Pieces:
 
 
 def cut_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Segments:
-    """Rows of exactly `max_tokens`, the last one excepted.
+    """Rows of exactly `max_tokens` tokens, except the last.
 
     Args:
-        chosen: (C,) the samples, in order.
+        chosen: (C,) samples, in order.
         lengths: (C,) their tokens, all > 0.
-        max_tokens: Tokens of a row.
     """
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -86,13 +84,13 @@ def cut_samples(
     overflow: str,
     targets_in: Callable[[int, int, int], int],
 ) -> Pieces:
-    """Samples, those longer than a row treated by the policy.
+    """Cut the samples that are longer than a row.
 
     Args:
-        chosen: (C,) the samples.
+        chosen: (C,) samples.
         lengths: (C,) their tokens.
-        overflow: drop | truncate | split (the caller has refused samples that are too long under `error`).
-        targets_in: (sample, offset, length) -> targets in that run of its tokens.
+        overflow: drop | truncate | split; under `error` the caller has already refused long samples.
+        targets_in: (sample, offset, length) -> number of targets in that run of tokens.
     """
     long = lengths > max_tokens
     samples, offsets, sizes = [chosen[~long]], [np.zeros((~long).sum(), np.int64)], [lengths[~long]]
@@ -114,7 +112,7 @@ def cut_samples(
 
 
 def pack(pieces: Pieces, max_tokens: int, seed: int) -> Segments:
-    """Pieces into rows, each whole, several to a row. The same seed gives the same rows."""
+    """Pack pieces into rows, several to a row, without cutting any. The same seed gives the same rows."""
     count = len(pieces.lengths)
     order = permutation(count, seed)
     window = _WINDOW_SAMPLES
@@ -128,12 +126,12 @@ def pack(pieces: Pieces, max_tokens: int, seed: int) -> Segments:
 
 
 def one_per_row(pieces: Pieces) -> Segments:
-    """Every piece in a row of its own."""
+    """One row per piece."""
     return _of_rows(pieces, [[i] for i in range(len(pieces.lengths))])
 
 
 def one_per_row_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Segments:
-    """Every document begins a row; one longer than a row goes on in the next. Pieces of one token have no target."""
+    """Start a row at every document; long ones continue in the next row. Pieces of one token have no target and are dropped."""
     counts = -(-lengths // max_tokens)
     samples = np.repeat(chosen, counts)
     offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
@@ -143,16 +141,16 @@ def one_per_row_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int)
 
 
 def best_fit(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Best-fit decreasing: the longest piece first, each into the fullest row that has room for it.
+    """Best-fit decreasing: the longest piece first, each into the fullest row with room for it.
 
     Args:
         lengths: (P,) all in 1..max_tokens.
 
     Returns:
-        For each row the indices of its pieces.
+        The indices of the pieces of each row.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows are not in it
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted, without full rows
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         at = bisect_left(room, (length, -1))
@@ -168,17 +166,17 @@ def best_fit(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 
 
 def permutation(count: int, *seed: int) -> np.ndarray:
-    """(count,) int64 in an order that depends on the seed alone.
+    """A permutation, (count,) int64, that depends only on the seed.
 
-    numpy promises the raw stream of a bit generator for ever, but not what `Generator.permutation` makes of it; a run
-    that is resumed with another numpy must meet the same order.
+    A run resumed under another numpy version must see the same order. numpy guarantees the raw stream of a bit generator
+    across versions, but not the result of `Generator.permutation`.
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 def in_fraction(hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """(S,) bool: the samples that a stable fraction holds. It depends on each sample's content alone."""
+    """(S,) bool: the samples that belong to a fraction, decided by each sample's content hash alone."""
     return hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 

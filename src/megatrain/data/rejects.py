@@ -1,23 +1,25 @@
-"""Samples that cannot be used are counted by reason, with their places; too many of them stop the run."""
+"""Samples that cannot be used: counted by reason, with the places of the first few. Too many of them are an error."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatrain.errors import UserError
 
 EXAMPLES = 3
 """Places kept for each reason."""
 MAX_REASONS = 40
-"""A template may put a sample's own words into its complaint; reasons beyond these are counted together."""
+"""Further reasons are counted together: a template may quote the sample in its message, which makes every reason unique."""
 EARLY_CHECK = 200
-"""After this many samples a source of which most are rejected is given up at once, not after hours."""
+"""After this many samples, a source most of whose samples are rejected is refused right away instead of after hours."""
 
 
 class SampleRejected(Exception):
-    """This one sample cannot be used. Caught by the builder, which counts it.
+    """One sample cannot be used. The builder catches and counts it.
 
     Args:
-        reason: The same words for every sample with this fault.
-        detail: What is particular about this one.
+        reason: The same text for every sample with this fault.
+        detail: Specific to this sample.
     """
 
     def __init__(self, reason: str, detail: str = ""):
@@ -26,10 +28,10 @@ class SampleRejected(Exception):
 
 
 class Rejects:
-    """The count of one source.
+    """The rejected samples of one source.
 
     Attributes:
-        seen: All samples read, the rejected ones included.
+        seen: All samples read, rejected ones included.
         counts: Rejected samples by reason.
         examples: The first places of each reason.
     """
@@ -57,7 +59,7 @@ class Rejects:
             examples.append(f"{place} ({problem.detail})" if problem.detail else place)
 
     def report(self) -> list[str]:
-        """One line for each reason, the most frequent first."""
+        """One line per reason, the most frequent first."""
         lines = []
         for reason, count in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])):
             more = ", ..." if count > len(self.examples[reason]) else ""
@@ -65,17 +67,16 @@ class Rejects:
         return lines
 
     def check(self, allowed: float, where: str) -> None:
-        """Raise if a larger share than `allowed` was rejected.
+        """Raise if more than the share `allowed` was rejected.
 
         Raises:
             UserError: With all reasons and their places.
         """
         if self.total == 0 or self.share <= allowed:
             return
-        # Rounded up, so that the value named is enough.
-        enough = min(1.0, -(-self.total * 1000 // self.seen) / 1000)
+        enough = min(1.0, -(-self.total * 1000 // self.seen) / 1000)  # rounded up, so that setting it is enough
         raise UserError(
-            f"{self.total:,} of {self.seen:,} samples cannot be used ({self.share:.1%}; {allowed:.1%} may be):\n    "
+            f"{self.total:,} of {self.seen:,} samples cannot be used ({self.share:.1%}; {allowed:.1%} allowed):\n    "
             + "\n    ".join(self.report()),
             where=where,
             remedy="check that this is the right file, and its format"
@@ -84,7 +85,7 @@ class Rejects:
         )
 
     def check_early(self, allowed: float, where: str) -> None:
-        """The same for a source that is plainly wrong, long before its end."""
+        """Refuse a source that is plainly wrong long before its end."""
         if self.seen == EARLY_CHECK and self.share > max(allowed, 0.5):
             self.check(allowed, where)
 
@@ -92,7 +93,7 @@ class Rejects:
         return {"seen": self.seen, "counts": self.counts, "examples": self.examples}
 
     @classmethod
-    def from_json(cls, value: dict) -> Rejects:
+    def from_json(cls, value: dict[str, Any]) -> Rejects:
         rejects = cls()
         rejects.seen, rejects.counts, rejects.examples = value["seen"], value["counts"], value["examples"]
         return rejects

@@ -1,33 +1,38 @@
-"""Chats to text, through the checkpoint's own template, with the characters that are trained.
+"""Samples to token ids and masks: chats become text through the chat template, text becomes ids through the tokenizer.
 
 [Note: which characters are trained]
-Where the template marks the model's words (`{% generation %}`), its marks are used. Elsewhere an assistant turn is what
-the template adds to the conversation before it:
+If the template marks the model's words with `{% generation %}`, the marks are used. Otherwise an assistant turn is the text
+that the template adds to the conversation before it:
 
-    prompt  = the messages before the turn, with the generation prompt     <|user|>hi<|end|><|assistant|>
-    ending  = the messages up to and with the turn                         <|user|>hi<|end|><|assistant|>hello<|end|>
-    trained = ending minus prompt                                                                        hello<|end|>
+    prompt  = messages before the turn, with the generation prompt      <|user|>hi<|end|><|assistant|>
+    ending  = messages up to and including the turn                     <|user|>hi<|end|><|assistant|>hello<|end|>
+    trained = ending minus prompt                                                                     hello<|end|>
 
-This holds only if the prompt is a prefix of the ending, which is checked for every turn of every sample.
+This requires the prompt to be a prefix of the ending, which is checked for every turn of every sample.
 
 [Note: the end of a turn]
-The token that ends a turn is trained: else the model would not learn to stop. It is the special token that the template
-writes behind the answer; blanks behind it are not the model's words. Some templates write none, because the next turn's
-first token ends the one before it (`<|user|>`, `<|observation|>`): then that token is trained, behind the last turn too.
+The token that ends a turn is trained, or the model would never learn to stop. It is the special token that the template
+writes after the answer; whitespace after it is not trained. Some templates write none, because the first token of the next
+turn (`<|user|>`, `<|observation|>`) ends the answer: then that token is trained, after the last turn too.
 
-[Note: history that is rewritten]
-Some templates render a turn differently once it lies in the past (thinking models drop their thoughts). Such a turn is
-trained as the model will produce it: as the end of a text of its own. Turns whose ending is a prefix of a later turn's
-ending share that text; one conversation becomes as few samples as that allows, usually one.
+[Note: rewritten history]
+Some templates render a turn differently once it is in the past (thinking models drop its reasoning). Each turn is trained the
+way the model will generate it, at the end of a text. Turns whose ending is a prefix of a later turn's ending share
+that text, so a conversation becomes as few samples as possible, usually one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatrain.data.formats import ChatSample
 from megatrain.data.rejects import SampleRejected
@@ -39,7 +44,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text and the ranges `begin:end` of its characters that are trained, in order."""
+    """A text, and the character ranges `begin:end` of it that are trained, in order."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -51,10 +56,10 @@ class ChatRenderer:
     Args:
         tokenizer: A Hugging Face tokenizer.
         template_file: A jinja template to use instead of the tokenizer's.
-        train_on: assistant | last_assistant | all.
+        train_on: `data.train_on`: assistant | last_assistant | all.
 
     Attributes:
-        name: The template in words, for errors.
+        name: How errors call the template.
     """
 
     def __init__(self, tokenizer: Any, template_file: str | None, train_on: str):
@@ -67,36 +72,36 @@ class ChatRenderer:
         else:
             self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
         self._special = _special_tokens(tokenizer)
-        self._happened: Counter[str] = Counter()
+        self._remarks: Counter[str] = Counter()
 
     def take_notes(self) -> list[str]:
-        """What was noticed since the last call, for people."""
-        happened, self._happened = self._happened, Counter()
-        return [f"{self.name} {what} ({counted(count, 'time')})" for what, count in sorted(happened.items())]
+        """Remarks for the log since the last call."""
+        remarks, self._remarks = self._remarks, Counter()
+        return [f"{self.name} {what} ({counted(count, 'time')})" for what, count in sorted(remarks.items())]
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered at all."""
+        """Whether there is a template to render conversations with."""
         return self._template is not None or bool(self._tokenizer.chat_template)
 
     @property
     def source(self) -> str:
-        """The template's own text; what a cache must know of it."""
+        """The template's text, which is part of the cache key."""
         return repr(self._template if self._template is not None else self._tokenizer.chat_template)
 
     def render(self, sample: ChatSample) -> list[Rendered]:
-        """The texts that train a conversation; several only if the template rewrites history.
+        """Render a conversation to one text, or to several if the template rewrites history.
 
         Raises:
             SampleRejected: The template refuses this conversation, or nothing in it is trained.
-            UserError: The template cannot be trained with.
+            UserError: There is no template, or it cannot be used for training.
         """
         if not self.has_template:
             raise UserError(
-                f"{getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, and the data is chats",
+                f"{getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, but the data is chats",
                 where="data.chat_template",
-                remedy="give a file with a jinja template (data.chat_template: chat.jinja), or take an instruct checkpoint; "
-                "questions and answers in two columns need none as columns: {prompt: QUESTIONS, completion: ANSWERS}",
+                remedy="give a jinja template file (data.chat_template: chat.jinja), or use an instruct model; questions and "
+                "answers in two columns need no template as columns: {prompt: QUESTIONS, completion: ANSWERS}",
             )
         sample = self._with_fitting_calls(sample)
         if self.train_on == "all":
@@ -105,24 +110,24 @@ class ChatRenderer:
         turns = turns[-1:] if self.train_on == "last_assistant" else turns
         turns = [i for i in turns if i >= sample.answers_from and sample.flags[i] is not False]
         if not turns:
-            raise SampleRejected("no message is trained: the assistant's are flagged 0")
+            raise SampleRejected("no message is trained: all of the assistant's are flagged 0")
         tagged = self._has_tags(sample)
         texts: list[Rendered] = []
         for turn in reversed(turns):
             one = self._turn(sample, turn, tagged)
-            # [Note: history that is rewritten]
+            # [Note: rewritten history]
             if texts and texts[-1].text.startswith(one.text):
                 texts[-1] = Rendered(texts[-1].text, one.spans + texts[-1].spans)
             else:
                 texts.append(one)
         if len(texts) > 1:
-            self._happened["rewrites earlier turns; such conversations were expanded into a sample per turn"] += 1
+            self._remarks["rewrites earlier turns; these conversations were split into a sample per turn"] += 1
         return texts[::-1]
 
     # ---- one turn
 
     def _turn(self, sample: ChatSample, turn: int, tagged: bool) -> Rendered:
-        """The text that ends with the assistant message `turn`, and that turn's spans."""
+        """The text up to and including the assistant message `turn`, and the spans of that message."""
         before, upto = sample.messages[:turn], sample.messages[: turn + 1]
         if tagged:
             text, marks = self._marks(upto, sample)
@@ -130,21 +135,21 @@ class ChatRenderer:
             spans = [(begin, end) for begin, end in marks if begin >= history and end > begin]
             if not spans:
                 raise UserError(
-                    f"{self.name} marks no token of an assistant message as generated: nothing would be trained",
-                    remedy="repair its {% generation %} blocks, or remove them: spans are then found from the prompts",
+                    f"{self.name} marks no token of an assistant message as generated, so nothing would be trained",
+                    remedy="correct its {% generation %} blocks, or remove them: answers are then found from the prompts",
                 )
         else:
             text = self._text(upto, sample)
             spans = [(self._answer_begin(sample, turn, text), len(text))]
             if not text[spans[0][0] :].strip():
                 raise UserError(
-                    f"{self.name} renders an assistant message as nothing: no token would be trained",
-                    remedy="correct the template; see the message's content and role in it",
+                    f"{self.name} renders an assistant message as nothing, so no token would be trained",
+                    remedy="correct the template: it must write the message's content",
                 )
         message = sample.messages[turn]
         for what in ("content", "reasoning_content"):
             if not _holds(text[spans[0][0] :], message.get(what, "")):
-                self._happened[f"leaves out words of an answer's {what}; they are not trained"] += 1
+                self._remarks[f"leaves out part of an answer's {what}, which is not trained"] += 1
         return self._ended(sample, turn, text, spans)
 
     def _ended(self, sample: ChatSample, turn: int, text: str, spans: list[tuple[int, int]]) -> Rendered:
@@ -153,7 +158,7 @@ class ChatRenderer:
         words = text[begin:end].rstrip()
         if words.endswith(self._special):
             return Rendered(text, (*inner, (begin, begin + len(words))))
-        # A generation block may stop before the token.
+        # A generation block may end before the token.
         behind = text[end:].lstrip()
         if token := self._special_at(behind):
             return Rendered(text, (*inner, (begin, len(text) - len(behind) + len(token))))
@@ -165,19 +170,19 @@ class ChatRenderer:
         token = self._special_at(behind.lstrip())
         if not token:
             raise UserError(
-                f"{self.name} puts no special token behind the assistant's words: the model would not learn to stop",
-                remedy="write {{ eos_token }} there in a template file (data.chat_template)",
+                f"{self.name} writes no special token after an answer: the model would not learn to stop",
+                remedy="add {{ eos_token }} there in a template file (data.chat_template)",
             )
-        self._happened[f"ends an answer only by the {token} of the next turn; generation must stop there"] += 1
+        self._remarks[f"ends an answer only with the {token} of the next turn; generation must stop at that token"] += 1
         text += behind[: behind.index(token) + len(token)]
         return Rendered(text, (*inner, (begin, len(text))))
 
     def _special_at(self, text: str) -> str:
-        """The special token that a text begins with, or nothing."""
+        """The special token at the beginning of a text, or an empty string."""
         return max((token for token in self._special if text.startswith(token)), key=len, default="")
 
     def _answer_begin(self, sample: ChatSample, turn: int, text: str) -> int:
-        """Where the model's words begin in `text`, which ends with the assistant message `turn`."""
+        """Index in `text`, which ends with the assistant message `turn`, where that answer begins."""
         message, before = sample.messages[turn], sample.messages[:turn]
         history = self._text(before, sample)
         prompt = self._text(before, sample, generation=True)
@@ -185,24 +190,24 @@ class ChatRenderer:
             shared = _common_prefix(prompt, text)
             if not text.startswith(history) or shared < len(history):
                 raise UserError(
-                    f"{self.name} renders an assistant message differently from the prompt that asks for it: "
+                    f"{self.name} renders an assistant message differently from the prompt before it: "
                     f"{_around(prompt, shared)} against {_around(text, shared)}",
-                    remedy="mark the assistant's words with {% generation %} in a template file (data.chat_template), "
+                    remedy="mark the answers with {% generation %} in a template file (data.chat_template), "
                     "or train on all tokens (data.train_on: all)",
                 )
-            # The prompt goes on where the turn does not, as with prompts that open a thought: trained from there.
-            self._happened["writes a generation prompt that goes on where the answers do not"] += 1
+            # The generation prompt adds text that the turn lacks, such as an opened thought: train from where they part.
+            self._remarks["adds text to the generation prompt that the answers do not have"] += 1
             return shared
         begin = len(prompt)
         at = text.find(message["content"].strip(), begin) if message["content"] else -1
         if prompt == history and at > begin and not message.get("reasoning_content"):
-            # A template without a generation prompt: the turn's header is not the model's to write.
+            # A template without a generation prompt: the turn's header is not trained.
             header = text[begin:at]
             begin += len(header.rstrip(" "))
         return begin
 
     def _whole(self, sample: ChatSample) -> Rendered:
-        """`train_on: all`: everything but the messages flagged 0."""
+        """`train_on: all`: everything except messages flagged 0."""
         text = self._text(sample.messages, sample)
         spans: list[tuple[int, int]] = []
         begin = 0
@@ -212,8 +217,8 @@ class ChatRenderer:
             ends = [self._text(sample.messages[:i], sample) if i else "", self._text(sample.messages[: i + 1], sample)]
             if not all(text.startswith(end) for end in ends):
                 raise UserError(
-                    f"{self.name} rewrites earlier messages, so that a message flagged 0 cannot be told from the others",
-                    remedy="train on the assistant (data.train_on: assistant), or remove the flags",
+                    f"{self.name} rewrites earlier messages, so a message flagged 0 cannot be located",
+                    remedy="set data.train_on: assistant, or remove the flags",
                 )
             spans.append((begin, len(ends[0])))
             begin = len(ends[1])
@@ -223,7 +228,7 @@ class ChatRenderer:
     # ---- the template
 
     def _with_fitting_calls(self, sample: ChatSample) -> ChatSample:
-        """Most templates take the arguments of a tool call as an object; some join them as JSON text."""
+        """Convert tool call arguments to JSON text for templates that fail on objects."""
         if not any(message.get("tool_calls") for message in sample.messages):
             return sample
         try:
@@ -250,9 +255,9 @@ class ChatRenderer:
             )
 
     def _marks(self, messages: list[dict[str, Any]], sample: ChatSample) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the characters inside `{% generation %}`.
+        """The text, and the character ranges inside `{% generation %}`.
 
-        `apply_chat_template` gives these as a mask of tokens only, and only by tokenising each text by itself.
+        `apply_chat_template` returns them only as a token mask, and only if it tokenizes each text itself.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -271,7 +276,7 @@ def read_template(path: str) -> str:
     """The text of a template file.
 
     Raises:
-        UserError: It is no file that can be read.
+        UserError: The file cannot be read.
     """
     file = Path(path).expanduser()
     try:
@@ -284,11 +289,11 @@ def read_template(path: str) -> str:
         what = "is not UTF-8 text"
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-    raise UserError(f"{path} {what}", "data.chat_template", "give a file with a jinja template")
+    raise UserError(f"{path} {what}", "data.chat_template", "give a jinja template file")
 
 
 class _Refusals:
-    """Turns what a template raises on a conversation into its rejection."""
+    """Turns an exception from a template into the rejection of the conversation."""
 
     def __enter__(self) -> None:
         return None
@@ -302,7 +307,7 @@ class _Refusals:
                 where="data.chat_template",
                 remedy="correct the template",
             ) from error
-        # Templates are programs: a message without the key they expect fails as any program would.
+        # Templates are programs: a missing key fails in any of these ways.
         if isinstance(error, TemplateError | TypeError | ValueError | LookupError | AttributeError):
             raise SampleRejected("the chat template refuses it", str(error).split("\n", 1)[0]) from error
 
@@ -326,7 +331,7 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _holds(text: str, words: str) -> bool:
-    """Whether words are in a text, blanks aside."""
+    """Whether a text contains the words, apart from whitespace."""
     return words.strip() in text or "".join(words.split()) in "".join(text.split())
 
 
@@ -339,3 +344,97 @@ def _common_prefix(a: str, b: str) -> int:
 
 def _around(text: str, place: int) -> str:
     return repr(text[max(0, place - 20) : place + 20])
+
+
+class Encoder:
+    """Turns texts into token ids and masks, in batches, on the tokenizer's threads.
+
+    Attributes:
+        prefix: Ids added before a plain text document (BOS, if the tokenizer adds it by itself).
+        suffix: Ids added after it; the last is EOS, if the tokenizer has one.
+        bos: Id of the BOS token, or None.
+        pad: Id that fills rows. Padding is masked by position, so it may equal EOS.
+    """
+
+    def __init__(self, tokenizer: Any):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Tokenizer | None = backend if isinstance(backend, Tokenizer) else None
+        if self._backend is not None:
+            # A tokenizer.json may contain truncation and padding from an earlier use.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self.bos: int | None = tokenizer.bos_token_id
+        eos: int | None = tokenizer.eos_token_id
+        self.pad: int = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
+        self.prefix, self.suffix = self._document_ends(eos)
+        self._straddled = 0
+
+    def _document_ends(self, eos: int | None) -> tuple[list[int], list[int]]:
+        bare = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = self._tokenizer("a", add_special_tokens=True)["input_ids"]
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
+        if at is None:
+            raise UserError(f"the tokenizer changes a text when it adds special tokens: {bare} became {full}")
+        prefix, suffix = list(full[:at]), list(full[at + len(bare) :])
+        if eos is not None and suffix[-1:] != [eos]:
+            suffix.append(eos)
+        return prefix, suffix
+
+    def fingerprint(self) -> str:
+        """Hash of everything that determines the ids of a text."""
+        import tokenizers
+        import transformers
+
+        state = self._backend.to_str() if self._backend is not None else json.dumps(self._tokenizer.get_vocab())
+        ends = [self.prefix, self.suffix, sorted(self._tokenizer.special_tokens_map.items(), key=str)]
+        versions = [type(self._tokenizer).__name__, tokenizers.__version__, transformers.__version__]
+        return hashlib.sha256("\n".join([state, repr(ends), *versions]).encode()).hexdigest()
+
+    def take_notes(self) -> list[str]:
+        """Remarks for the log since the last call."""
+        straddled, self._straddled = self._straddled, 0
+        if not straddled:
+            return []
+        which = "1 answer begins" if straddled == 1 else f"{straddled:,} answers begin"
+        return [f"{which} in the middle of a token; that token is not trained"]
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids (uint32) of each text, without special tokens. Faster than `masked_ids`: no offsets are computed."""
+        if self._backend is None:
+            rows = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+            return [np.asarray(row, dtype=np.uint32) for row in rows]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def masked_ids(self, texts: Sequence[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids (uint32) of each text, and which of them are trained (bool).
+
+        Each text is tokenized once, as a whole; the tokenizer's offsets map its spans to tokens.
+
+        Raises:
+            UserError: The tokenizer has no offsets.
+        """
+        if self._backend is None:
+            raise UserError(
+                f"the tokenizer ({type(self._tokenizer).__name__}) has no character offsets, which masks need",
+                remedy="use a checkpoint with a tokenizer.json",
+            )
+        encodings = self._backend.encode_batch([text.text for text in texts], add_special_tokens=False)
+        results = []
+        for rendered, encoding in zip(texts, encodings, strict=True):
+            offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            results.append((np.asarray(encoding.ids, dtype=np.uint32), self._mask(rendered.spans, offsets)))
+        return results
+
+    def _mask(self, spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+        """Mask of the tokens that lie in a span. `offsets`: (N, 2) character ranges of the tokens."""
+        mask = np.zeros(len(offsets), dtype=bool)
+        begins, ends = offsets[:, 0], offsets[:, 1]
+        for begin, end in spans:
+            # A token across the border belongs to the prompt: generation never starts in the middle of a token.
+            mask |= (begins >= begin) & (begins < end) & (ends > begin)
+            self._straddled += bool(((begins < begin) & (ends > begin)).any())
+        return mask

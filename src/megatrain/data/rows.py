@@ -1,4 +1,4 @@
-"""Rows of tokens, as the engine takes them.
+"""Rows of tokens as batches for the engine, and which rows form which step.
 
 Legend: B rows of a batch, T tokens of a row, R rows of a group.
 
@@ -7,21 +7,25 @@ Legend: B rows of a batch, T tokens of a row, R rows of a group.
     labels         . a1 a2  . b1 b2  .  .  .      . is -100; here b3 is not trained
     position_ids   0  1  2  0  1  2  3  0  1
     document_ids   0  0  0  1  1  1  1  2  2
-Labels are not shifted: the loss takes the label at t + 1 for the token at t. The first token of a document would be
-predicted from the last of the one before it, so it never is a target. Padding is masked by its place, never by its id,
-which may be EOS.
+Labels are not shifted: the loss uses the label at t + 1 for the token at t. The first token of a document is never a target,
+since it would be predicted from the previous document. Padding is masked by position, never by id, because the padding id
+may be EOS.
+
+[Note: which rows form a step]
+The rows of a step are a pure function of the step number: an epoch takes every group of rows `weight` times, in an order seeded
+by the epoch. Nothing is remembered between steps, so the step number alone is enough to resume, and any step is found at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data.packing import Segments
+from megatrain.data.packing import Segments, permutation
 from megatrain.data.store import TokenStore
 
 if TYPE_CHECKING:
@@ -35,10 +39,8 @@ class RowStats:
     """Counts of a set of rows.
 
     Attributes:
-        rows: Rows.
-        samples: Samples in them.
-        tokens: Tokens of samples.
-        padding: Tokens that fill rows.
+        tokens: Tokens of samples, without padding.
+        padding: Padding tokens.
         targets: Tokens with a label.
         longest: Tokens of the longest document.
     """
@@ -52,7 +54,7 @@ class RowStats:
 
     @property
     def efficiency(self) -> float:
-        """Share of the processed tokens that belong to samples."""
+        """Share of all tokens that is not padding."""
         return self.tokens / max(self.tokens + self.padding, 1)
 
     def __add__(self, other: RowStats) -> RowStats:
@@ -67,8 +69,8 @@ class RowGroup:
     Attributes:
         name: The source's path.
         weight: Passes over the rows per epoch.
-        max_tokens: The most tokens a row has.
-        padded: Rows are filled to `max_tokens`; otherwise to the longest of a batch.
+        max_tokens: Length limit of a row.
+        padded: Whether rows are padded to `max_tokens`; otherwise to the longest row of the batch.
     """
 
     name: str
@@ -83,7 +85,7 @@ class RowGroup:
 
     @cached_property
     def stats(self) -> RowStats:
-        """Counts of all rows, each taken once. Reads the masks of stores that have one."""
+        """Counts of all rows, each taken once."""
         segments, trained = self.segments, self.store.trained
         tokens = int(segments.lengths.sum())
         targets = tokens - len(segments.lengths)
@@ -103,7 +105,7 @@ class RowGroup:
         )
 
     def document_lengths(self, row: int) -> np.ndarray:
-        """(D,) int64: tokens of each document of a row; padding is none."""
+        """(D,) int64: tokens of each document of a row; padding is not a document."""
         first, last = self.segments.rows[row], self.segments.rows[row + 1]
         return self.segments.lengths[first:last]
 
@@ -112,7 +114,7 @@ class RowGroup:
         return int(self.document_lengths(row).sum())
 
     def write_row(self, row: int, out: dict[str, np.ndarray]) -> None:
-        """Write a row into (T,) arrays that hold padding already. See [Note: what a packed row holds]."""
+        """Write a row into (T,) arrays filled with padding. See [Note: what a packed row holds]."""
         at, document = 0, 0
         for segment in range(self.segments.rows[row], self.segments.rows[row + 1]):
             length = int(self.segments.lengths[segment])
@@ -137,11 +139,11 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """All rows of a training or validation set; row numbers run through the groups.
+    """All rows of a training or validation set, numbered through all groups.
 
     Attributes:
-        packing: Several samples share a row. Without, a batch is padded to its longest row, and has an attention mask
-            instead of documents.
+        packing: Whether samples share rows. Otherwise a batch is padded to its longest row, and has an attention mask instead
+            of document ids.
         pad_id: Id of padding tokens.
     """
 
@@ -163,7 +165,7 @@ class PackedRows:
         return sum((group.stats for group in self.groups), RowStats())
 
     def locate(self, row: int) -> tuple[RowGroup, int]:
-        """The group of a row, and its number there."""
+        """The group of a row, and the row's number in that group."""
         group = int(np.searchsorted(self._firsts, row, side="right")) - 1
         return self.groups[group], row - int(self._firsts[group])
 
@@ -172,7 +174,7 @@ class PackedRows:
         return group.places(own)
 
     def document_lengths(self, rows: Sequence[int]) -> np.ndarray:
-        """(D,) int64: tokens of each document of some rows; padding is none."""
+        """(D,) int64: tokens of each document of some rows; padding is not a document."""
         located = [self.locate(row) for row in rows]
         return np.concatenate([np.zeros(0, np.int64), *(group.document_lengths(own) for group, own in located)])
 
@@ -180,7 +182,7 @@ class PackedRows:
         """A batch of rows as int64 (B, T) arrays.
 
         Returns:
-            input_ids, labels, position_ids, and document_ids where rows are packed, else attention_mask (1: a token).
+            input_ids and labels; with packing position_ids and document_ids, else attention_mask (1: token, 0: padding).
         """
         located = [self.locate(int(row)) for row in rows]
         lengths = [group.row_length(own) for group, own in located]
@@ -197,7 +199,75 @@ class PackedRows:
         return out
 
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """The same as torch tensors."""
+        """`arrays` as torch tensors."""
         import torch
 
         return {name: torch.from_numpy(array) for name, array in self.arrays(rows).items()}
+
+
+class StepLoader:
+    """Batches by step number. See [Note: which rows form a step].
+
+    Args:
+        rows: The rows.
+        rows_per_step: Rows of a step; the last step of an epoch has the remainder.
+        seed: Determines the order.
+        shuffle: False: every row once, in the order of `rows`, regardless of weights.
+
+    Attributes:
+        rows_per_epoch: Rows of an epoch, with weights applied.
+        steps_per_epoch: Steps of an epoch, including a partial last one.
+    """
+
+    def __init__(self, rows: PackedRows, rows_per_step: int, seed: int, shuffle: bool = True):
+        assert rows_per_step > 0, rows_per_step
+        assert len(rows) > 0, "there are no rows"
+        self.rows, self.rows_per_step = rows, rows_per_step
+        self._seed, self._shuffle = seed, shuffle
+        # A group keeps at least one row, so a source with a small weight does not disappear.
+        self._takes = [max(1, round(g.weight * len(g))) if shuffle and len(g) else len(g) for g in rows.groups]
+        self.rows_per_epoch = sum(self._takes)
+        self.steps_per_epoch = -(-self.rows_per_epoch // rows_per_step)
+        self._order: tuple[int, np.ndarray] | None = None  # the current epoch and its rows
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """Row numbers of a step; steps count from 0."""
+        epoch, own = divmod(step, self.steps_per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._order_of(epoch))
+        return self._order[1][own * self.rows_per_step : (own + 1) * self.rows_per_step]
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The batch of a step: int64 (B, T) tensors; see `PackedRows.arrays`."""
+        return self.rows.batch(self.rows_of(step).tolist())
+
+    def places(self, step: int) -> list[str]:
+        """Where the samples of a step came from."""
+        return [place for row in self.rows_of(step).tolist() for place in self.rows.places(row)]
+
+    def epoch(self, number: int = 0) -> Iterator[dict[str, Tensor]]:
+        """All batches of an epoch."""
+        first = number * self.steps_per_epoch
+        return (self.batch(step) for step in range(first, first + self.steps_per_epoch))
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self.rows))
+        parts, first = [], 0
+        for number, (group, take) in enumerate(zip(self.rows.groups, self._takes, strict=True)):
+            parts.append(first + self._group_rows(number, len(group), epoch * take, take))
+            first += len(group)
+        chosen = np.concatenate(parts)
+        return chosen[permutation(len(chosen), self._seed, 0, epoch)]
+
+    def _group_rows(self, group: int, count: int, begin: int, take: int) -> np.ndarray:
+        """Entries `begin..begin + take` of an endless sequence of passes over a group, each pass in a new order.
+
+        So a weight of 0.5 takes the other half in the next epoch, and 1.5 takes every row once or twice.
+        """
+        if take == 0:
+            return np.zeros(0, dtype=np.int64)
+        passes = range(begin // count, (begin + take - 1) // count + 1)
+        rows = np.concatenate([permutation(count, self._seed, 1, group, one) for one in passes])
+        skip = begin - passes[0] * count
+        return rows[skip : skip + take]

@@ -1,7 +1,7 @@
-"""Files of samples: finding them, and reading them record by record with the place of each.
+"""Find the files of a source and read them record by record, each with its place.
 
-A record is a dict of columns, whatever the file: a line of JSON, an element of a JSON array, a row of a table, or
-`{"text": ...}` for plain text. Reading is streamed, except for `.json`, which is one value and is read whole.
+A record is a dict of columns in every file type: a line of JSON, an element of a JSON array, a row of a table, or
+`{"text": ...}` for plain text. Files are streamed, except `.json`, which is one value and is read whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import glob
 import gzip
 import io
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,11 @@ COMPRESSED_SUFFIXES = (".gz", ".zst")
 READABLE = "json, jsonl, parquet, arrow, csv, tsv, txt (json, jsonl, csv, tsv and txt also as .gz or .zst)"
 
 PIECE_CHARS = 16_384
-"""Long texts are tokenised in pieces of about this size: tokenizers slow down on longer ones, and work on pieces in
+"""Long texts are tokenized in pieces of about this size: tokenizers slow down on longer ones, and process pieces in
 parallel."""
 _BLOCK_CHARS = 1 << 20
 _TABLE_ROWS = 256
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Record:
     """One record of a file.
 
     Attributes:
-        line: Its line or row, from 1.
-        value: Its columns, or why there are none.
-        more: The text goes on in the next record (a long `.txt` comes in pieces).
+        line: Line or row in the file, from 1.
+        value: The columns, or why they cannot be read.
+        more: The text continues in the next record (a long `.txt` comes in pieces).
     """
 
     line: int
@@ -52,7 +53,7 @@ class Record:
 
 
 class FileProgress:
-    """How much of a file has been read. Its reader says so, whoever shows it asks.
+    """How much of a file has been read. The reader updates it; the log reads it.
 
     Args:
         file: Must exist.
@@ -60,20 +61,20 @@ class FileProgress:
 
     def __init__(self, file: Path):
         self.size_bytes = file.stat().st_size
-        self._raw: Any = None  # the open file on the disk, compressed or not; a closed one has been read
+        self._raw: Any = None  # the open file on disk, before decompression; once closed, it has been read
         self._share = 0.0
 
     def follow(self, raw: Any) -> None:
-        """The reader reads from `raw`, whose `tell` counts bytes of the file."""
+        """Measure progress by `raw.tell()`, in bytes of the file."""
         self._raw = raw
 
     def reached(self, share: float) -> None:
-        """The reader knows it itself, 0 to 1."""
+        """Set the progress, 0 to 1."""
         self._raw, self._share = None, share
 
     @property
     def share(self) -> float:
-        """0 to 1."""
+        """Progress, 0 to 1."""
         if self._raw is None:
             return self._share
         return 1.0 if self._raw.closed else min(1.0, self._raw.tell() / max(self.size_bytes, 1))
@@ -83,13 +84,13 @@ def find_files(path: str, where: str, *, subset: str | None = None, split: str |
     """The files of a source, in a fixed order.
 
     Args:
-        path: A file, a folder (all files of known types below it, hidden ones left out), a glob, or the id of a data set
-            in the local cache of the Hugging Face hub (see `hub`).
-        where: The config's name of the path, for errors.
-        subset, split: Of a data set; None: its default, and `train`.
+        path: A file, a folder (all readable files below it, except hidden ones), a glob, or the id of a dataset in the
+            local Hugging Face cache (see `hub`).
+        where: The config key of the path, for errors.
+        subset, split: Of a hub dataset; None: its default subset, and `train`.
 
     Raises:
-        UserError: Nothing is there, or nothing that can be read.
+        UserError: There are no files, or none that can be read.
     """
     expanded = Path(path).expanduser()
     is_path = expanded.exists() or glob.has_magic(path) or _file_type(expanded) != (None, None)
@@ -97,14 +98,14 @@ def find_files(path: str, where: str, *, subset: str | None = None, split: str |
         return hub.cached_files(path, subset, split, lambda file: _file_type(file)[0] is not None, where)
     if subset is not None or split is not None:
         raise UserError(
-            f"subset and split belong to data sets of the hub; {path} is a path",
+            f"subset and split are for datasets of the hub; {path} is a path",
             where,
-            "leave them out, or name the files",
+            "remove them, or give the files themselves",
         )
     if expanded.is_file():
         return [expanded]
     if expanded.is_dir():
-        below = [f for f in sorted(expanded.rglob("*")) if f.is_file() and not _hidden(f.relative_to(expanded))]
+        below = [file for file in sorted(expanded.rglob("*")) if file.is_file() and not _hidden(file, expanded)]
         files = [file for file in below if _file_type(file)[0] is not None]
         if not files:
             suffixes = sorted({file.suffix or file.name for file in below})
@@ -125,7 +126,7 @@ def find_files(path: str, where: str, *, subset: str | None = None, split: str |
 
 
 def unit_of(file: Path) -> str:
-    """What `Record.line` counts in this file: `line`, or `row` where a line number would mislead."""
+    """What `Record.line` counts in this file: `line`, or `row` where a line number would be misleading."""
     return "row" if _file_type(file)[0] in ("json", "parquet", "arrow") else "line"
 
 
@@ -138,43 +139,37 @@ def read_records(file: Path, lines: bool = False, progress: FileProgress | None 
     """Read one file.
 
     Args:
-        file: Its suffix says how it is read; an unknown suffix means plain text.
-        lines: Plain text only: every line that is not blank is a document; otherwise the file is one.
-        progress: Told how far it is.
+        file: The suffix decides how it is read; an unknown suffix means plain text.
+        lines: For plain text: each line that is not blank is a document. Otherwise the whole file is one.
+        progress: Updated while reading.
 
     Raises:
         UserError: The file as a whole cannot be read.
     """
     kind, _ = _file_type(file)
+    reader = _READERS.get(kind, _read_lines if lines else _read_text)
     with _errors_of(file):
-        progress = progress or FileProgress(file)
-        if kind == "json":
-            yield from _read_json(file, progress)
-        elif kind == "jsonl":
-            yield from _read_jsonl(file, progress)
-        elif kind == "parquet":
-            yield from _read_parquet(file, progress)
-        elif kind == "arrow":
-            yield from _read_arrow(file, progress)
-        elif kind == "csv":
-            yield from _read_csv(file, progress)
-        elif lines:
-            yield from _read_lines(file, progress)
-        else:
-            yield from _read_text(file, progress)
+        yield from reader(file, progress or FileProgress(file))
 
 
 def cut_point(text: str, begin: int, limit: int) -> int:
-    """Where to end a piece of a long text that begins at `begin`, at most `limit` characters on.
+    """Where to end the piece of a long text that begins at `begin`, at most `limit` characters later.
 
-    Cuts before a single space that a letter follows, else before a line end between two letters or digits: places where
-    the usual tokenizers begin a new word, so that the pieces' tokens are the whole text's. A text without such a place
-    is cut at the limit.
+    Cuts before a single space followed by a letter, else before a newline between two letters or digits. Common
+    tokenizers start a new word there, so the pieces together give the tokens of the whole text. A text without such a
+    place is cut at the limit.
 
     Returns:
         An index in `(begin, begin + limit]`; `begin + limit` must lie inside the text.
     """
-    for mark, fits in ((" ", _space_before_word), ("\n", _line_end_between_words)):
+
+    def space_before_word(before: str, after: str) -> bool:
+        return after.isalpha() and not before.isspace()
+
+    def newline_between_words(before: str, after: str) -> bool:
+        return before.isalnum() and after.isalnum()
+
+    for mark, fits in ((" ", space_before_word), ("\n", newline_between_words)):
         at = begin + limit
         while (at := text.rfind(mark, begin + limit // 2, at)) > begin:
             if fits(text[at - 1], text[at + 1]):
@@ -182,16 +177,8 @@ def cut_point(text: str, begin: int, limit: int) -> int:
     return begin + limit
 
 
-def _space_before_word(before: str, after: str) -> bool:
-    return after.isalpha() and not before.isspace()
-
-
-def _line_end_between_words(before: str, after: str) -> bool:
-    return before.isalnum() and after.isalnum()
-
-
 def split_text(text: str) -> list[str]:
-    """A text as pieces of about `PIECE_CHARS`; joined they are the text."""
+    """Split a text into pieces of about `PIECE_CHARS`; joined they are the text."""
     pieces, begin = [], 0
     while len(text) - begin > PIECE_CHARS:
         end = cut_point(text, begin, PIECE_CHARS)
@@ -199,9 +186,6 @@ def split_text(text: str) -> list[str]:
         begin = end
     pieces.append(text[begin:])
     return pieces
-
-
-# ---- finding
 
 
 def _file_type(file: Path) -> tuple[str | None, str | None]:
@@ -212,8 +196,8 @@ def _file_type(file: Path) -> tuple[str | None, str | None]:
     return ("txt" if suffix == TEXT_SUFFIX else RECORD_SUFFIXES.get(suffix)), compression
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 # ---- opening
@@ -221,14 +205,14 @@ def _hidden(relative: Path) -> bool:
 
 @contextmanager
 def _errors_of(file: Path) -> Iterator[None]:
-    """Turn what a broken file raises into one error that names it."""
+    """Turn the exceptions of a broken file into one error that names it."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"cannot be decompressed: {error}", str(file), "the file is cut short or damaged") from error
+        raise UserError(f"cannot be decompressed: {error}", str(file), "the file is truncated or damaged") from error
     except OSError as error:
         raise UserError(
-            f"cannot be read: {error.strerror or error}", str(file), "check its permissions, and the disk that it is on"
+            f"cannot be read: {error.strerror or error}", str(file), "check its permissions, and the disk it is on"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
@@ -251,7 +235,7 @@ def _errors_of_table(file: Path) -> Iterator[None]:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompresses all frames of a file. The library's own reader takes a file that is cut short for a complete one."""
+    """Decompresses all frames of a file. zstandard's own stream reader accepts a truncated file as complete."""
 
     def __init__(self, file: Path):
         import zstandard
@@ -315,13 +299,13 @@ def _read_json(file: Path, progress: FileProgress) -> Iterator[Record]:
     import orjson
 
     with _open_binary(file, progress) as stream:
-        content = stream.read().removeprefix(b"\xef\xbb\xbf")
-    progress.reached(0.0)  # of the samples in it
+        content = stream.read().removeprefix(_BOM)
+    progress.reached(0.0)  # from here on it counts samples
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        if _is_json(content.lstrip().split(b"\n", 1)[0]):
-            # JSON lines under the name .json are common enough to read them as what they are.
+        if _is_object(content.lstrip().split(b"\n", 1)[0]):
+            # JSON lines in a file called .json are common.
             lines = content.split(b"\n")
             for record in _json_lines(iter(lines)):
                 progress.reached(record.line / len(lines))
@@ -332,7 +316,7 @@ def _read_json(file: Path, progress: FileProgress) -> Iterator[Record]:
         raise UserError(f"is not valid JSON: {error.msg}", f"{file}:{error.lineno}", "repair the file") from error
     if isinstance(value, dict):
         tables = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        # {"data": [...]} wraps the records; {"messages": [...]} is one.
+        # {"data": [...]} wraps the records; {"messages": [...]} is a record.
         value = tables[0] if len(value) == 1 and tables and next(iter(value)) not in _SAMPLE_KEYS else [value]
     if not isinstance(value, list):
         raise UserError(f"holds a {type(value).__name__}, not a list of samples", str(file), "write a list of objects")
@@ -344,7 +328,7 @@ def _read_json(file: Path, progress: FileProgress) -> Iterator[Record]:
 _SAMPLE_KEYS = ("messages", "conversations", "conversation")
 
 
-def _is_json(line: bytes) -> bool:
+def _is_object(line: bytes) -> bool:
     import orjson
 
     try:
@@ -363,7 +347,7 @@ def _json_lines(lines: Iterator[bytes]) -> Iterator[Record]:
 
     for number, line in enumerate(lines, 1):
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(_BOM)
         if not line.strip():
             continue
         try:
@@ -395,10 +379,8 @@ def _read_arrow(file: Path, progress: FileProgress) -> Iterator[Record]:
     row = 0
     with _errors_of_table(file), pyarrow.memory_map(str(file)) as mapped:
         try:
-            reader = pyarrow.ipc.open_stream(mapped)
-            batches = iter(reader)
-        except pyarrow.ArrowInvalid:
-            # The other of Arrow's two layouts.
+            batches = iter(pyarrow.ipc.open_stream(mapped))
+        except pyarrow.ArrowInvalid:  # Arrow's file layout instead of its stream layout
             mapped.seek(0)
             table = pyarrow.ipc.open_file(mapped)
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
@@ -424,8 +406,7 @@ def _read_csv(file: Path, progress: FileProgress) -> Iterator[Record]:
                 if len(fields) == len(header):
                     yield Record(line, dict(zip(header, fields, strict=True)))
                 elif fields:
-                    problem = SampleRejected("a row with another number of fields than the header", f"{len(fields)}")
-                    yield Record(line, problem)
+                    yield Record(line, SampleRejected("not as many fields as the header", f"{len(fields)}"))
                 line = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"is not valid CSV: {error}", f"{file}:{line}", "repair the file") from error
@@ -442,13 +423,20 @@ def _read_text(file: Path, progress: FileProgress) -> Iterator[Record]:
     with _open_text(file, progress) as stream:
         buffer = stream.read(_BLOCK_CHARS)
         if "\x00" in buffer:
-            raise UserError("is not text: it holds zero bytes", str(file), f"megatrain reads {READABLE}")
+            raise UserError("is not text: it contains zero bytes", str(file), f"megatrain reads {READABLE}")
         while block := stream.read(_BLOCK_CHARS):
             *pieces, rest = split_text(buffer)
-            for piece in pieces:
-                yield Record(1, {"text": piece}, more=True)
+            yield from (Record(1, {"text": piece}, more=True) for piece in pieces)
             buffer = rest + block
         *pieces, rest = split_text(buffer)
-        for piece in pieces:
-            yield Record(1, {"text": piece}, more=True)
+        yield from (Record(1, {"text": piece}, more=True) for piece in pieces)
         yield Record(1, {"text": rest})
+
+
+_READERS: dict[str | None, Callable[[Path, FileProgress], Iterator[Record]]] = {
+    "json": _read_json,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "csv": _read_csv,
+}

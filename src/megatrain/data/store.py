@@ -1,13 +1,13 @@
-"""Token stores: one source's samples as flat arrays in a folder, memory-mapped.
+"""Token store: the samples of one source as flat arrays in a folder, memory-mapped.
 
 tokens.bin   uint32 (N,)   ids of all samples, one after another
-trained.bin  uint8  (N,)   1 where a token is a target; only in stores of samples, a stream is trained whole
+trained.bin  uint8  (N,)   1 where a token is a target; only in stores of samples, since a stream is trained in full
 ends.bin     int64  (S,)   where each sample ends in tokens.bin
-targets.bin  int64  (S,)   tokens of each sample that can be targets: the trained ones without its first
-hashes.bin   uint64 (S,)   hash of each sample's content, for splits that do not depend on the order or the other samples
-files.bin    int32  (S,)   number of the file that it came from
+targets.bin  int64  (S,)   targets of each sample: its trained tokens, except its first token
+hashes.bin   uint64 (S,)   hash of each sample's content, for splits that depend neither on order nor on other samples
+files.bin    int32  (S,)   number of the file the sample came from
 lines.bin    int64  (S,)   its line or row there
-meta.json                  all that is small; written last
+meta.json                  everything small; written last, which marks the store complete
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ _COLUMNS: dict[str, type[np.generic]] = {
 }
 
 Kind = Literal["stream", "samples"]
+"""Whether rows may cut the samples anywhere (`stream`) or keep them whole."""
 
 
 def place(path: str, unit: str, number: int) -> str:
-    """A record's place in words; `unit` is what its number counts."""
+    """Where a record is: `file:12`, or `file row 12` if `unit` is not `line`."""
     return f"{path}:{number}" if unit == "line" else f"{path} {unit} {number}"
 
 
 class StoreWriter:
-    """Writes a store sample by sample; holds nothing but file buffers.
+    """Writes a store sample by sample; only file buffers are held in memory.
 
     Args:
         folder: An existing, empty folder.
-        kind: `stream`: rows may be cut anywhere. `samples`: a sample is one whole.
+        kind: The kind of the store.
     """
 
     def __init__(self, folder: Path, kind: Kind):
@@ -63,7 +64,7 @@ class StoreWriter:
         return self._open_tokens == 0
 
     def extend(self, ids: np.ndarray) -> None:
-        """Add tokens to the stream document that is being written."""
+        """Append tokens to the current document of a stream."""
         self._put("tokens", ids)
         self._open_tokens += len(ids)
         largest = int(ids.max(initial=0))
@@ -71,28 +72,27 @@ class StoreWriter:
             self._largest_id, self._largest_id_sample = largest, self.samples
 
     def end_document(self, file: int, line: int, content_hash: int) -> None:
-        """End that document; one without tokens is none."""
+        """End the current document; one without tokens is skipped."""
         if self._open_tokens:
             self._end(max(self._open_tokens - 1, 0), file, line, content_hash)
 
     def add(self, ids: np.ndarray, trained: np.ndarray, file: int, line: int, content_hash: int) -> None:
-        """Add a whole sample: ids and mask of one length."""
+        """Append a whole sample: ids and mask of the same length."""
         self.extend(ids)
         self._put("trained", trained)
         self._end(int(trained[1:].sum()), file, line, content_hash)
 
     def finish(self, meta: dict[str, Any]) -> None:
-        """Write what is left, and `meta` with the sizes of all files."""
+        """Close the files and write `meta` with their sizes."""
         import orjson
 
-        for stream in self._files.values():
-            stream.close()
+        self.close()
         sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in self._files}
         own = {"kind": self._kind, "samples": self.samples, "tokens": self.tokens, "sizes": sizes}
         own |= {"largest_id": self._largest_id, "largest_id_sample": self._largest_id_sample}
         (self._folder / META).write_bytes(orjson.dumps({**meta, **own}, option=orjson.OPT_INDENT_2))
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         for stream in self._files.values():
             stream.close()
 
@@ -111,22 +111,22 @@ class StoreWriter:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A finished store, read through memory maps."""
+    """A complete store, read through memory maps."""
 
     folder: Path
     meta: dict[str, Any]
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore | None:
-        """The store in `folder`; None if it is not whole, as after a crash of the machine."""
+        """The store in `folder`; None if it is missing or incomplete."""
         import orjson
 
         try:
             meta = orjson.loads((folder / META).read_bytes())
-            whole = all((folder / f"{name}.bin").stat().st_size == size for name, size in meta["sizes"].items())
+            complete = all((folder / f"{name}.bin").stat().st_size == size for name, size in meta["sizes"].items())
         except (OSError, orjson.JSONDecodeError):
             return None
-        return cls(folder, meta) if whole else None
+        return cls(folder, meta) if complete else None
 
     def __len__(self) -> int:
         return self.meta["samples"]
@@ -141,7 +141,7 @@ class TokenStore:
 
     @cached_property
     def trained(self) -> np.ndarray | None:
-        """None: every token is trained."""
+        """(N,) uint8; None: every token is trained."""
         return self._map("trained") if self.kind == "samples" else None
 
     @cached_property
@@ -168,16 +168,16 @@ class TokenStore:
         return place(file["path"], file["unit"], int(self._map("lines")[sample]))
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise if an id lies outside the model's vocabulary.
+        """Raise if an id is outside the model's vocabulary.
 
         Raises:
-            UserError: Naming the largest id and its sample.
+            UserError: Names the largest id and its sample.
         """
         if self.meta["largest_id"] >= vocab_size:
             raise UserError(
                 f"token id {self.meta['largest_id']} is outside the model's vocabulary of {vocab_size}",
                 where=self.place(self.meta["largest_id_sample"]),
-                remedy="use the tokenizer that belongs to the model (tokens added to it need a larger embedding)",
+                remedy="use the model's own tokenizer (tokens added to it need a larger embedding)",
             )
 
     def _map(self, column: str) -> np.ndarray:

@@ -32,8 +32,7 @@ from megatrain.units import DtypeName, abbreviated, counted, dtype_name, gib
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from megatrain.data.loader import StepLoader
-    from megatrain.data.rows import PackedRows
+    from megatrain.data.rows import PackedRows, StepLoader
     from megatrain.engine.host.engine import HostEngine
     from megatrain.engine.mesh.engine import MeshEngine
     from megatrain.engine.mesh.layout import Layout, MeshPlan
@@ -416,7 +415,7 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
 
 def _look_at_data(run: RunConfig, files: ModelFiles, log: Callable[[str], None]) -> _Data:
     from megatrain.data import load_data
-    from megatrain.data.loader import StepLoader
+    from megatrain.data.rows import StepLoader
 
     rows, val = load_data(
         run.data,

@@ -28,8 +28,7 @@ from megatrain.errors import UserError
 from megatrain.units import counted
 
 if TYPE_CHECKING:
-    from megatrain.data.loader import StepLoader
-    from megatrain.data.rows import PackedRows
+    from megatrain.data.rows import PackedRows, StepLoader
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 import mesh_ranks as ranks
 from megatrain.commands.main import main
-from megatrain.data.loader import StepLoader
+from megatrain.data.rows import StepLoader
 from megatrain.engine.mesh.data_parallel import local
 from megatrain.engine.mesh.gradients import Gradients
 from megatrain.metrics.record import read_records
