@@ -100,9 +100,7 @@ BAD = [
     Bad("CSV with a header only", "a.csv", b"text\n", "a.csv", "there are no samples in it"),
     Bad("CSV row too short", "a.csv", b"prompt,completion\na,b\nc\n", "a.csv:3", "not as many fields as the header"),
     # columns
-    Bad(
-        "unknown columns", "a.jsonl", _jsonl({"body": "x"}), "a.jsonl", "set columns: {text: body}"
-    ),
+    Bad("unknown columns", "a.jsonl", _jsonl({"body": "x"}), "a.jsonl", "set columns: {text: body}"),
     Bad(
         "a format without its columns",
         "a.jsonl",

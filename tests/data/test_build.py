@@ -239,7 +239,9 @@ def test_rejects_are_counted_by_reason_with_their_places(tmp_path: Path) -> None
 def test_more_than_the_allowed_share_of_rejects_is_an_error(tmp_path: Path) -> None:
     """Case 34."""
     file = _jsonl(tmp_path / "a.jsonl", [_chat()] * 98 + [_chat("")] * 2)
-    with pytest.raises(UserError, match=r"(?s)2 of 100 samples cannot be used \(2.0%; 1.0% allowed\).*a.jsonl:99.*0.02"):
+    with pytest.raises(
+        UserError, match=r"(?s)2 of 100 samples cannot be used \(2.0%; 1.0% allowed\).*a.jsonl:99.*0.02"
+    ):
         _Built(tmp_path / "cache").open(file)
     assert len(_Built(tmp_path / "cache", allow=0.02).open(file)) == 98
     with pytest.raises(UserError, match="2 of 100"):
@@ -288,7 +290,9 @@ def test_folders_may_not_mix_text_and_chats(tmp_path: Path) -> None:
 def test_templates_that_end_no_turn_or_double_bos_are_errors(tmp_path: Path) -> None:
     """Cases 31 and 35."""
     file = _jsonl(tmp_path / "a.jsonl", [_chat()])
-    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template of tiny writes no special token after an answer"):
+    with pytest.raises(
+        UserError, match=r"a.jsonl:1: the chat template of tiny writes no special token after an answer"
+    ):
         _Built(tmp_path / "cache", tiny.NO_TURN_END).open(file)
     with pytest.raises(UserError, match="the chat template of tiny begins a conversation with two BOS tokens"):
         _Built(tmp_path / "cache", "{{ bos_token }}" + tiny.HEADERS_WITH_BOS).open(file)
