@@ -1,4 +1,4 @@
-"""Choosing an attention kernel changes speed, not results."""
+"""The choice of an attention kernel changes speed, not results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def attend() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", [(), (SDPBackend.FLASH_ATTENTION,), CANDIDATES], ids=["none", "flash", "all"])
-def test_an_order_of_backends_leaves_a_way_for_every_call(order: tuple[SDPBackend, ...]) -> None:
+def test_any_order_of_backends_can_serve_every_call(order: tuple[SDPBackend, ...]) -> None:
     want = attend()
     with fastest_attention(order):
         torch.testing.assert_close(attend(), want)
@@ -24,7 +24,7 @@ def test_an_order_of_backends_leaves_a_way_for_every_call(order: tuple[SDPBacken
 
 
 @pytest.mark.gpu
-def test_backends_are_measured_and_sorted() -> None:
+def test_backends_are_measured_and_sorted_by_time() -> None:
     found = measured_backends(4, 2, 64, 256, torch.bfloat16, torch.device("cuda", 0))
     assert found
     times = [milliseconds for _, milliseconds in found]

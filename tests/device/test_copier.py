@@ -1,4 +1,4 @@
-"""Two ways from a plane to a slot: at once from pinned memory, or packed into staging buffers by a thread."""
+"""Copies from planes to slots: straight from pinned memory, or packed into staging buffers by a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_direct_copy_is_queued_between_its_events() -> None:
     assert torch.equal(target, source(0))
 
 
-def test_staged_copies_arrive_whole_in_any_number_and_size() -> None:
+def test_staged_copies_of_any_number_and_size_arrive() -> None:
     streams = Streams(torch.device("cpu"))
     copier = StagedCopier(streams, 400)
     targets = [torch.zeros(20 * (i % 5) + 20) for i in range(12)]
@@ -40,7 +40,7 @@ def test_staged_copies_arrive_whole_in_any_number_and_size() -> None:
     copier.close()
 
 
-def test_a_staging_buffer_is_packed_again_only_when_its_own_copy_has_ended() -> None:
+def test_a_staging_buffer_is_packed_again_only_after_its_own_copy() -> None:
     streams = TracedStreams()
     copier = StagedCopier(streams, 400)
     streams.name(sent_0=copier._sent[0], sent_1=copier._sent[1])
@@ -59,32 +59,32 @@ def test_a_staging_buffer_is_packed_again_only_when_its_own_copy_has_ended() -> 
 
 
 class HeldEvent:
-    """Has not happened until it is let go."""
+    """An event that happens when the test releases it."""
 
     def __init__(self) -> None:
-        self.let_go = threading.Event()
+        self.released = threading.Event()
 
     def record(self, stream: object = None) -> None:
         pass
 
     def synchronize(self) -> None:
-        assert self.let_go.wait(10)
+        assert self.released.wait(10)
 
 
-def test_a_load_through_a_busy_staging_buffer_does_not_hold_up_the_caller() -> None:
-    """The packing thread waits for the buffer; the host thread goes on, and waits only when it wants the weights."""
+def test_a_load_through_a_busy_staging_buffer_does_not_block_the_caller() -> None:
+    """The packing thread waits for the buffer; the host thread waits only when it acquires the weights."""
     streams = Streams(torch.device("cpu"))
     copier, busy = StagedCopier(streams, 400), HeldEvent()
     copier._sent[0] = busy
     slot = Slot(streams, copier, 100, torch.float32, torch.float32)
     slot.load("layer.0", source(0))
-    assert not slot.buffer(100).any(), "the caller is here, the copy is not"
-    busy.let_go.set()
+    assert not slot.buffer(100).any(), "the load has returned before its copy"
+    busy.released.set()
     assert torch.equal(slot.acquire(100), source(0))
     copier.close()
 
 
-def test_a_unit_larger_than_the_staging_buffer_is_an_error_that_reaches_the_reader() -> None:
+def test_acquire_raises_the_error_of_a_unit_larger_than_the_staging_buffer() -> None:
     streams = Streams(torch.device("cpu"))
     copier = StagedCopier(streams, 100)
     slot = Slot(streams, copier, 2000, torch.float32, torch.float32)
@@ -94,7 +94,7 @@ def test_a_unit_larger_than_the_staging_buffer_is_an_error_that_reaches_the_read
     copier.close()
 
 
-def test_pinned_bytes_are_two_buffers_where_there_is_something_to_pin_for() -> None:
+def test_pinned_bytes_are_two_buffers_or_none_without_a_gpu() -> None:
     copier = StagedCopier(Streams(torch.device("cpu")), 400)
     assert copier.pinned_bytes in (0, 2 * 4096)
     copier.close()

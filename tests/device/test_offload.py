@@ -1,4 +1,4 @@
-"""Layer inputs that wait in host memory come back as they were."""
+"""Offloaded layer inputs come back unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def hidden(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_inputs_come_back_in_their_shape_prefetched_or_not() -> None:
+def test_inputs_come_back_in_their_shape_with_and_without_prefetch() -> None:
     store = InputStore(Streams(torch.device("cpu")), range(3))
     for layer in range(3):
         store.put(layer, hidden(layer, 2, 5, 4))
@@ -26,7 +26,7 @@ def test_inputs_come_back_in_their_shape_prefetched_or_not() -> None:
     store.close()
 
 
-def test_memory_is_made_once_and_again_only_for_larger_inputs() -> None:
+def test_memory_is_allocated_once_and_again_only_for_larger_inputs() -> None:
     store = InputStore(Streams(torch.device("cpu")), range(2))
     store.put(0, hidden(0, 2, 5, 4))
     first = store.nbytes
@@ -37,11 +37,11 @@ def test_memory_is_made_once_and_again_only_for_larger_inputs() -> None:
     assert store.nbytes == first
     for rows in (40, 80, 120):
         store.put(0, hidden(9, rows, 64))
-        assert store.nbytes == page_ceil(rows * 64 * 4) > first, "what was too small is given back"
+        assert store.nbytes == page_ceil(rows * 64 * 4) > first, "the smaller buffer is released"
         assert torch.equal(store.take(0), hidden(9, rows, 64))
 
 
-def test_where_the_system_refuses_to_pin_inputs_wait_in_plain_memory(
+def test_inputs_use_pageable_memory_if_pinning_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = []
@@ -54,12 +54,12 @@ def test_where_the_system_refuses_to_pin_inputs_wait_in_plain_memory(
     streams = Streams(torch.device("cpu"))
     streams.cuda = True
     store = InputStore(streams, range(2))
-    assert [store._home(layer, hidden(layer, 2, 5)).numel() for layer in range(2)] == [10, 10]
+    assert [store._buffer(layer, hidden(layer, 2, 5)).numel() for layer in range(2)] == [10, 10]
     assert len(asked) == 1
     assert caplog.text.count("not pinned") == 1
 
 
-def test_what_a_window_put_does_not_change_when_the_tensor_does() -> None:
+def test_an_offloaded_input_does_not_change_with_its_tensor() -> None:
     store = InputStore(Streams(torch.device("cpu")), [0])
     tensor = hidden(0, 3, 4)
     store.put(0, tensor)
@@ -69,7 +69,7 @@ def test_what_a_window_put_does_not_change_when_the_tensor_does() -> None:
     assert torch.equal(taken, hidden(0, 3, 4))
 
 
-def test_after_an_abandoned_step_nothing_waits() -> None:
+def test_an_abandoned_step_leaves_no_inputs() -> None:
     store = InputStore(Streams(torch.device("cpu")), [0])
     store.put(0, hidden(0, 3, 4))
     store.abandon()
@@ -78,20 +78,20 @@ def test_after_an_abandoned_step_nothing_waits() -> None:
     assert torch.equal(store.take(0), hidden(1, 3, 4))
 
 
-def test_each_copy_waits_for_who_wrote_its_source() -> None:
+def test_each_copy_waits_for_the_writer_of_its_source() -> None:
     """[Note: offloaded input lifetime], event by event."""
     streams = TracedStreams()
     store = InputStore(streams, [0])
     store.put(0, hidden(0, 3, 4))
-    place = store._places[0]
     log = streams.taken()
-    written = log[0].removeprefix("compute records ")
-    assert log == [f"compute records {written}", f"d2h waits for {written}", f"d2h records {place.out}"]
+    written, out = log[0].removeprefix("compute records "), log[2].removeprefix("d2h records ")
+    assert log == [f"compute records {written}", f"d2h waits for {written}", f"d2h records {out}"]
     store.prefetch(0)
     log = streams.taken()
-    allocated = log[0].removeprefix("compute records ")
-    assert log == [f"compute records {allocated}", f"h2d waits for {allocated}", f"h2d records {place.back}"]
+    allocated, back = log[0].removeprefix("compute records "), log[2].removeprefix("h2d records ")
+    assert log == [f"compute records {allocated}", f"h2d waits for {allocated}", f"h2d records {back}"]
+    assert len({written, out, allocated, back}) == 4
     store.prefetch(0)
-    assert streams.taken() == [], "it is on its way"
+    assert streams.taken() == [], "already queued"
     store.take(0)
-    assert streams.taken() == [f"compute waits for {place.back}"]
+    assert streams.taken() == [f"compute waits for {back}"]

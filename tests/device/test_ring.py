@@ -1,4 +1,4 @@
-"""Weight slots: their states, their events, and which of them gives way."""
+"""Weight slots: states, events, and which one is evicted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("state", SlotState, ids=lambda s: s.name)
-def test_right_transitions_happen_and_wrong_ones_raise(state: SlotState, action: str) -> None:
+def test_a_slot_allows_valid_transitions_and_raises_on_others(state: SlotState, action: str) -> None:
     slot, after = in_state(state), ALLOWED.get((state, action))
     if after is None:
         with pytest.raises(AssertionError, match=state.name):
@@ -67,7 +67,7 @@ def test_right_transitions_happen_and_wrong_ones_raise(state: SlotState, action:
 
 
 @pytest.mark.parametrize("state", SlotState, ids=lambda s: s.name)
-def test_an_abandoned_slot_is_empty_whatever_it_was(state: SlotState) -> None:
+def test_an_abandoned_slot_is_empty_from_any_state(state: SlotState) -> None:
     slot = in_state(state)
     slot.abandon()
     assert (slot.state, slot.owner) == (SlotState.EMPTY, None)
@@ -76,22 +76,22 @@ def test_an_abandoned_slot_is_empty_whatever_it_was(state: SlotState) -> None:
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float32])
-def test_acquired_weights_are_the_unit_s_in_compute_dtype(compute: torch.dtype) -> None:
+def test_acquire_returns_the_weights_in_compute_dtype(compute: torch.dtype) -> None:
     slot = slot_of(compute=compute)
     bound_before = slot.buffer(6)
     slot.load("layer.0", WEIGHTS)
     weights = slot.acquire(6)
     assert weights.dtype == compute
     assert torch.equal(weights, WEIGHTS.to(compute))
-    assert weights.data_ptr() == bound_before.data_ptr(), "views made before the copy must see it"
+    assert weights.data_ptr() == bound_before.data_ptr(), "views made before the copy must show it"
 
 
-def test_slot_bytes_are_the_buffers_it_needs() -> None:
+def test_a_second_buffer_exists_only_for_a_cast() -> None:
     assert slot_of().nbytes == 8 * 2
     assert slot_of(compute=torch.float32).nbytes == 8 * (2 + 4)
 
 
-def test_copies_wait_for_the_last_reader_and_kernels_for_the_copy() -> None:
+def test_copies_wait_for_the_last_reader_and_kernels_wait_for_the_copy() -> None:
     """[Note: weight slot lifetime], event by event."""
     streams = TracedStreams()
     slot = slot_of(streams)
@@ -106,7 +106,7 @@ def test_copies_wait_for_the_last_reader_and_kernels_for_the_copy() -> None:
     assert streams.taken() == ["h2d waits for free", "h2d records ready"]
 
 
-def test_an_abandoned_slot_in_use_frees_itself_behind_its_kernels() -> None:
+def test_an_abandoned_slot_in_use_is_free_after_its_kernels() -> None:
     streams = TracedStreams()
     slot = in_state(SlotState.IN_USE, streams)
     streams.name(free=slot._free)
@@ -115,7 +115,7 @@ def test_an_abandoned_slot_in_use_frees_itself_behind_its_kernels() -> None:
     assert streams.taken() == ["compute records free"]
 
 
-def test_poison_is_what_a_wrong_reader_gets_and_a_load_replaces_it() -> None:
+def test_a_wrong_reader_gets_nan_from_a_poisoned_slot_until_the_next_load() -> None:
     slot = slot_of()
     slot.poison()
     assert slot.buffer(8).isnan().all()
@@ -124,7 +124,7 @@ def test_poison_is_what_a_wrong_reader_gets_and_a_load_replaces_it() -> None:
 
 
 class LateCopier:
-    """Its copies are put into the stream by somebody else, later."""
+    """A copier whose copies are queued later, by another thread."""
 
     def __init__(self) -> None:
         self.queued: Future[None] = Future()
@@ -137,7 +137,7 @@ class LateCopier:
 
 
 @pytest.mark.parametrize("use", [lambda slot: slot.acquire(6), Slot.drop], ids=["acquire", "drop"])
-def test_an_error_of_a_packing_thread_reaches_who_uses_the_slot(use: Callable[[Slot], object]) -> None:
+def test_an_error_in_the_packing_thread_is_raised_by_the_slot(use: Callable[[Slot], object]) -> None:
     streams, copier = Streams(torch.device("cpu")), LateCopier()
     slot = Slot(streams, copier, 8, torch.bfloat16, torch.bfloat16)
     slot.load("layer.0", WEIGHTS)
@@ -157,37 +157,36 @@ def ring_of(*owners: str | None) -> WeightRing:
     return ring
 
 
-def test_one_slot_is_no_ring() -> None:
+def test_a_ring_needs_two_slots() -> None:
     with pytest.raises(AssertionError, match="1 weight slots"):
         ring_of(None)
 
 
-def test_holding() -> None:
+def test_holding_finds_the_slot_of_an_owner() -> None:
     ring = ring_of("a", None)
     assert ring.holding("a") is ring.slots[0]
     assert ring.holding("b") is None
-    assert ring.nbytes == 2 * 16
 
 
-def test_an_empty_slot_is_taken_first() -> None:
+def test_an_empty_slot_is_used_first() -> None:
     ring = ring_of("a", None, "b")
     assert ring.victim(lambda owner: math.inf, before=-1) is ring.slots[1]
 
 
-def test_the_owner_needed_latest_gives_way() -> None:
+def test_the_owner_needed_last_is_evicted() -> None:
     ring = ring_of("a", "b", "c")
     assert ring.victim({"a": 4.0, "b": 9.0, "c": 6.0}.__getitem__, before=3) is ring.slots[1]
     assert ring.victim({"a": 4.0, "b": 9.0, "c": math.inf}.__getitem__, before=3) is ring.slots[2]
 
 
-def test_nobody_gives_way_to_a_unit_that_is_needed_later() -> None:
+def test_no_owner_is_evicted_for_a_unit_that_is_needed_later() -> None:
     ring = ring_of("a", "b")
     next_use = {"a": 4.0, "b": 6.0}.__getitem__
     assert ring.victim(next_use, before=6) is None
     assert ring.victim(next_use, before=5) is ring.slots[1]
 
 
-def test_a_slot_in_use_never_gives_way() -> None:
+def test_a_slot_in_use_is_never_evicted() -> None:
     ring = ring_of("a", "b")
     ring.slots[1].acquire(6)
     assert ring.victim({"a": 1.0, "b": 9.0}.__getitem__, before=0) is ring.slots[0]
@@ -195,14 +194,14 @@ def test_a_slot_in_use_never_gives_way() -> None:
     assert ring.victim(lambda owner: math.inf, before=-1) is None
 
 
-@given(visits=st.lists(st.integers(0, 5), min_size=1, max_size=14), slots=st.integers(2, 4))
-def test_loading_on_demand_takes_as_few_loads_as_any_order_could(visits: list[int], slots: int) -> None:
-    """Belady's rule against the fewest loads over all choices of victims."""
+@given(fetches=st.lists(st.integers(0, 5), min_size=1, max_size=14), slots=st.integers(2, 4))
+def test_loading_on_demand_needs_the_fewest_possible_loads(fetches: list[int], slots: int) -> None:
+    """Belady's rule, compared with the minimum over all choices of victims."""
     ring, loads = ring_of(*[None] * slots), 0
-    for position, unit in enumerate(visits):
+    for position, unit in enumerate(fetches):
 
         def next_use(owner: str, position: int = position) -> float:
-            rest = visits[position:]
+            rest = fetches[position:]
             return position + rest.index(int(owner)) if int(owner) in rest else math.inf
 
         slot = ring.holding(str(unit))
@@ -213,12 +212,12 @@ def test_loading_on_demand_takes_as_few_loads_as_any_order_could(visits: list[in
             loads += 1
         slot.acquire(6)
         slot.release()
-    assert loads == fewest_loads(visits, slots)
+    assert loads == fewest_loads(fetches, slots)
 
 
-def fewest_loads(visits: list[int], slots: int) -> int:
+def fewest_loads(fetches: list[int], slots: int) -> int:
     reached = {frozenset[int](): 0}
-    for unit in visits:
+    for unit in fetches:
         following: dict[frozenset[int], int] = {}
         for held, loads in reached.items():
             if unit in held:

@@ -1,4 +1,4 @@
-"""Gradient buffers: their states, their events, and how a pool waits."""
+"""Gradient buffers: states, events, and how a pool waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_gradient_goes_through_staging_to_the_host() -> None:
     assert torch.equal(home, GRADIENT)
 
 
-def test_staging_refuses_a_second_writer_and_an_empty_send() -> None:
+def test_staging_refuses_a_second_writer_and_a_send_without_a_gradient() -> None:
     streams = Streams(CPU)
     staging = staging_of(streams)
     with pytest.raises(AssertionError, match="FREE"):
@@ -52,7 +52,7 @@ def test_staging_refuses_a_second_writer_and_an_empty_send() -> None:
     staging.begin(4)
 
 
-def test_the_copy_out_waits_for_the_backward_and_the_next_backward_for_the_copy() -> None:
+def test_the_copy_waits_for_the_backward_and_the_next_backward_waits_for_the_copy() -> None:
     """[Note: gradient staging lifetime], event by event."""
     streams = TracedStreams()
     staging, arrived = staging_of(streams), streams.event()
@@ -65,7 +65,7 @@ def test_the_copy_out_waits_for_the_backward_and_the_next_backward_for_the_copy(
     assert streams.taken() == ["compute waits for arrived"]
 
 
-def test_poison_follows_the_copy_out() -> None:
+def test_poison_comes_after_the_copy() -> None:
     streams, home = Streams(CPU), torch.zeros(4)
     staging = staging_of(streams)
     staging.begin(4).copy_(GRADIENT)
@@ -110,7 +110,7 @@ SLAB_ALLOWED = {
 
 @pytest.mark.parametrize("action", SLAB_ACTIONS)
 @pytest.mark.parametrize("state", BufferState, ids=lambda s: s.name)
-def test_right_transitions_of_a_slab_happen_and_wrong_ones_raise(state: BufferState, action: str) -> None:
+def test_a_slab_allows_valid_transitions_and_raises_on_others(state: BufferState, action: str) -> None:
     slab, after = slab_in(state), SLAB_ALLOWED.get((state, action))
     if after is None:
         with pytest.raises(AssertionError, match=state.name):
@@ -120,7 +120,7 @@ def test_right_transitions_of_a_slab_happen_and_wrong_ones_raise(state: BufferSt
     assert slab.state is (after or state)
 
 
-def test_the_error_of_a_job_is_raised_where_the_slab_is_wanted_again_and_frees_it() -> None:
+def test_settle_raises_the_error_of_the_job_and_frees_the_slab() -> None:
     slab = slab_in(BufferState.FILLING)
     job: Future[None] = Future()
     job.set_exception(OSError("no room"))
@@ -134,24 +134,23 @@ def test_the_error_of_a_job_is_raised_where_the_slab_is_wanted_again_and_frees_i
 def test_slab_bytes_are_whole_pages() -> None:
     slab = Slab(Streams(CPU), 6, torch.float32)
     assert slab.nbytes == 4096
-    assert slab.pinned_bytes == 0, "nothing to pin for on a CPU"
+    assert slab.pinned_bytes == 0, "a CPU needs no pinned memory"
     slab.close()
 
 
 # ------------------------------------------------------------------ the pool
 
 
-def test_slabs_are_reused_in_the_order_in_which_they_were_taken() -> None:
+def test_slabs_are_reused_in_the_order_they_were_taken() -> None:
     pool = SlabPool(Streams(CPU), 3, 4, torch.bfloat16)
     taken = [pool.take() for _ in range(6)]
     assert taken[:3] == taken[3:]
     assert len(set(map(id, taken))) == 3
-    assert pool.nbytes == 3 * 4096
-    pool.close()
+    assert sum(slab.nbytes for slab in pool.slabs) == 3 * 4096
 
 
 def test_a_pool_without_a_free_slab_waits_for_the_oldest_job_only() -> None:
-    """The second slab's job never ends here: waiting for it would hang."""
+    """The second slab's job has not ended: waiting for it would hang."""
     pool = SlabPool(Streams(CPU), 2, 4, torch.float32)
     asked, oldest, newest = threading.Event(), Future[None](), Future[None]()
     for job in (oldest, newest):
@@ -175,6 +174,6 @@ def test_a_pool_without_a_free_slab_waits_for_the_oldest_job_only() -> None:
     assert all(slab.state is BufferState.FREE for slab in pool.slabs)
 
 
-def test_a_pool_has_a_slab() -> None:
+def test_a_pool_needs_at_least_one_slab() -> None:
     with pytest.raises(AssertionError):
         SlabPool(Streams(CPU), 0, 4, torch.float32)

@@ -1,6 +1,8 @@
-"""On the CPU the streams do nothing, in the right order."""
+"""On a CPU the streams do nothing, in the right order."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from megatrain.device.streams import Streams
 CPU = torch.device("cpu")
 
 
-def test_the_cpu_has_no_streams_and_its_events_have_always_happened() -> None:
+def test_a_cpu_has_no_streams_and_its_events_do_nothing() -> None:
     streams = Streams(CPU)
     assert not streams.cuda
     assert (streams.compute, streams.h2d, streams.d2h) == (None, None, None)
@@ -21,17 +23,17 @@ def test_the_cpu_has_no_streams_and_its_events_have_always_happened() -> None:
     streams.synchronize()
 
 
-@pytest.mark.parametrize("direction", ["copying_in", "copying_out"])
-def test_a_copy_on_the_cpu_runs_at_once_and_its_error_gets_out(direction: str) -> None:
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_copy_on_a_cpu_runs_at_once_and_raises_its_error(direction: Any) -> None:
     streams, target = Streams(CPU), torch.zeros(3)
-    with getattr(streams, direction)(after=streams.event(), done=streams.event()):
+    with streams.copying(direction, after=streams.event(), done=streams.event()):
         target.copy_(torch.ones(3))
     assert target.tolist() == [1, 1, 1]
-    with pytest.raises(ZeroDivisionError), getattr(streams, direction)(after=streams.event(), done=streams.event()):
+    with pytest.raises(ZeroDivisionError), streams.copying(direction, after=streams.event(), done=streams.event()):
         raise ZeroDivisionError
 
 
-def test_timestamps_measure_what_is_between_them() -> None:
+def test_timestamps_measure_the_time_between_them() -> None:
     streams = Streams(CPU)
     first, second, third = (streams.timestamp() for _ in range(3))
     assert first.seconds_until(second) >= 0

@@ -58,7 +58,7 @@ class TracedStreams(Streams):
         self.log.append(f"compute records {event}")
 
     @contextlib.contextmanager
-    def _on(self, name: str, after: Event, done: Event) -> Iterator[None]:
+    def _ordered(self, name: str, after: Event, done: Event) -> Iterator[None]:
         self.log.append(f"{name} waits for {after}")
         yield
         self.log.append(f"{name} records {done}")

@@ -1,4 +1,4 @@
-"""The fastest attention kernel a machine has for a model's heads, found by measuring."""
+"""Find the fastest attention kernel for a model's heads by measuring."""
 
 from __future__ import annotations
 
@@ -13,44 +13,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 logger = logging.getLogger(__name__)
 
 LONGEST_MEASURED = 32768
-"""Longer rows are taken to rank the kernels as rows of so many tokens do: their time grows with the square."""
+"""Longer rows use the ranking for this many tokens: kernel times grow with the square of the row length."""
 CANDIDATES = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-
-
-def measured_backends(
-    heads: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[SDPBackend, float], ...]:
-    """(backend, milliseconds of a causal forward and backward) of those that can, fastest first.
-
-    Args:
-        heads, kv_heads, head_dim: Shape of the attention.
-        tokens: Length of a row, `LONGEST_MEASURED` at most; several short rows are measured, so that the device is full.
-        dtype: bf16 or fp16.
-        device: A CUDA device.
-    """
-    return _measured(heads, kv_heads, head_dim, min(tokens, LONGEST_MEASURED), dtype, device)
 
 
 def attention_order(
     shape: tuple[int, int, int] | None, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[SDPBackend, ...]:
-    """Backends for `fastest_attention`, fastest first; none, which is torch's own choice, where nothing can be measured.
+    """Backends for `fastest_attention`, fastest first; empty (torch's own choice) if nothing can be measured.
 
     Args:
-        shape: (heads, key-value heads, head size) as computed here; None where they are not known.
+        shape: (heads, key-value heads, head size) as computed on this device; None if unknown.
         tokens: Length of a row.
         dtype: Of the computation.
         device: Of the computation.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or shape is None:
         return ()
-    return tuple(backend for backend, _ in measured_backends(*shape, tokens, dtype, device))
+    return tuple(backend for backend, _ in measured_backends(*shape, min(tokens, LONGEST_MEASURED), dtype, device))
 
 
 @functools.cache
-def _measured(
+def measured_backends(
     heads: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[SDPBackend, float], ...]:
+    """(backend, milliseconds of a causal forward and backward) of the available backends, fastest first.
+
+    Args:
+        heads, kv_heads, head_dim: Shape of the attention.
+        tokens: Length of a row; several short rows are measured together to fill the device.
+        dtype: bf16 or fp16.
+        device: A CUDA device.
+    """
     rows = max(1, 16384 // tokens)
     q, k, v = (
         torch.randn(rows, count, tokens, head_dim, dtype=dtype, device=device, requires_grad=True)
@@ -66,6 +60,7 @@ def _measured(
 
 
 def _milliseconds(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Median of five runs."""
     grouped = q.shape[1] != k.shape[1]
     times = []
     with sdpa_kernel(backend):
@@ -82,7 +77,7 @@ def _milliseconds(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torc
 
 @contextlib.contextmanager
 def fastest_attention(order: tuple[SDPBackend, ...]) -> Iterator[None]:
-    """Inside, scaled_dot_product_attention takes the first of `order` that can do a call, else torch's own choice."""
+    """Make scaled_dot_product_attention use the first backend of `order` that supports a call; torch's own choice if empty."""
     if not order:
         yield
         return

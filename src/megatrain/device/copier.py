@@ -1,13 +1,12 @@
-"""How a host plane reaches a device slot: directly from pinned memory, or through pinned staging buffers. And the way back.
+"""Copiers of planes to device slots: straight from pinned memory, or through pinned staging buffers. And `HostReader` back.
 
-Both copiers queue the copy behind `after` and mark its end with `done`, on the h2d stream, and return at once.
+Both copiers queue the copy on the h2d stream after the event `after`, mark its end with `done`, and return at once.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import threading
-from typing import Protocol
 
 import torch
 
@@ -15,44 +14,38 @@ from megatrain.device.streams import Event, Streams
 from megatrain.host_memory.arena import Arena
 
 
-class Copier(Protocol):
-    """Queues host-to-device copies."""
-
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str = ""
-    ) -> concurrent.futures.Future[None] | None:
-        """Queue target.copy_(source). A future, if any, must be waited for before `done` is waited for. `what`: its name."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class DirectCopier:
-    """One DMA straight from the plane (pinned host memory; on the CPU device an ordinary copy)."""
+    """One DMA straight from the plane in pinned host memory; on a CPU device, an ordinary copy."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str = "") -> None:
-        with self._streams.copying_in(after, done, what, source.nbytes):
+        """Queue target.copy_(source). `what` names the copy in the recorded spans."""
+        with self._streams.copying("h2d", after, done, what, source.nbytes):
             target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
         pass
 
 
-class StagedCopier:
-    """Planes in ordinary memory, two pinned staging buffers of the largest unit's size.
+def _two_pinned(nbytes: int) -> list[Arena]:
+    arenas = [Arena(max(nbytes, 1)) for _ in range(2)]
+    for arena in arenas:
+        arena.register([0, arena.nbytes])
+    return arenas
 
-    A thread packs one buffer while the DMA of the other is in flight. A buffer is packed again only when its own DMA has
-    ended (`sent`).
+
+class StagedCopier:
+    """Copies planes from pageable memory through two pinned staging buffers of the largest unit's size.
+
+    A thread packs one buffer while the DMA of the other is in flight. A buffer is packed again only after its own DMA has ended
+    (event `sent`).
     """
 
     def __init__(self, streams: Streams, nbytes: int):
         self._streams = streams
-        self._arenas = [Arena(max(nbytes, 1)) for _ in range(2)]
-        for arena in self._arenas:
-            arena.register([0, arena.nbytes])
+        self._arenas = _two_pinned(nbytes)
         self._sent = [streams.event(), streams.event()]
         self._turn = 0
         self._packer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="pack")
@@ -64,6 +57,7 @@ class StagedCopier:
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str = ""
     ) -> concurrent.futures.Future[None]:
+        """Queue target.copy_(source). Wait for the future first, then for `done`."""
         return self._packer.submit(self._pack_and_send, target, source, after, done, what)
 
     def _pack_and_send(self, target: torch.Tensor, source: torch.Tensor, after: Event, done: Event, what: str) -> None:
@@ -71,7 +65,7 @@ class StagedCopier:
         self._sent[turn].synchronize()
         staging = self._arenas[turn].tensor(0, source.numel(), source.dtype)
         staging.copy_(source)
-        with self._streams.copying_in(after, done, what, staging.nbytes):
+        with self._streams.copying("h2d", after, done, what, staging.nbytes):
             target.copy_(staging, non_blocking=True)
         self._sent[turn].record(self._streams.h2d)
 
@@ -81,28 +75,31 @@ class StagedCopier:
             arena.close()
 
 
-class HostReader:
-    """Copies device memory into ordinary host memory, through two pinned buffers: a DMA fills one while the processor's cores
-    empty the other. Faster than the driver's own way into memory that is not pinned, and on a stream of its own.
+Copier = DirectCopier | StagedCopier
 
-    Several threads may use one reader; their copies take turns.
+
+class HostReader:
+    """Copies device memory to pageable host memory through two pinned buffers: a DMA fills one while CPU cores empty the other.
+
+    This is faster than the driver's own copy to pageable memory, and it runs on a separate stream. Threads that share a reader
+    take turns.
 
     Args:
-        device: Where the sources are; on a CPU the copy is an ordinary one.
+        device: Holds the sources; on a CPU, copies are ordinary.
         nbytes: Size of a buffer.
     """
 
     def __init__(self, device: torch.device, nbytes: int = 64 << 20):
         self._lock = threading.Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._arenas = [Arena(nbytes) for _ in range(2)] if self._stream is not None else []
-        for arena in self._arenas:
-            arena.register([0, arena.nbytes])
+        self._arenas = _two_pinned(nbytes) if self._stream is not None else []
         self._filled = [torch.cuda.Event(blocking=True) for _ in self._arenas]
 
     def read(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """target.copy_(source), both (n,) of one type; returns when it is done. Nothing may write to `source` meanwhile, and
-        what wrote it must have ended: kernels in the compute stream's queue are not waited for."""
+        """target.copy_(source), both (n,) of one dtype; blocks until done.
+
+        Kernels that write `source` must have ended: compute's queue is not waited for. Nothing may write to it meanwhile.
+        """
         if self._stream is None:
             target.copy_(source)
             return

@@ -1,10 +1,11 @@
-"""Layer inputs that wait for their backward in pinned host memory instead of on the device.
+"""Activation offload: layer inputs stay in pinned host memory until their backward.
 
 [Note: offloaded input lifetime]
-    forward    `put` queues the copy out on d2h, behind the kernels that made the tensor; the device memory is free when it ends
-    backward   `prefetch` queues the copy in on h2d, one layer ahead; `take` makes compute wait for it
-Each layer has a place of its own in one arena, written once and read once per window: the copy in of a window's backward comes
-after its copy out, and the next window's copy out waits for that copy in.
+    forward    `put` queues the copy to the host on d2h, after the kernels that made the tensor; its device memory is free when
+               the copy ends
+    backward   `prefetch` queues the copy back on h2d, one layer ahead; `take` makes compute wait for it
+Each layer has one buffer in host memory, written and read once per accumulation step. A backward's copy back waits for the copy
+to the host, and the next accumulation step's copy to the host waits for that copy back.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Place:
-    """Where one layer's input waits. `home`: pinned host memory; `out` and `back`: ends of the copies."""
+class _Offloaded:
+    """One layer's input. `host`: its copy in pinned memory; `out`, `back`: ends of the copies; `arrived`: back on the device."""
 
-    home: torch.Tensor
+    host: torch.Tensor
     out: Event
     back: Event
     shape: torch.Size
@@ -33,97 +34,94 @@ class _Place:
 
 
 class InputStore:
-    """Host memory for the inputs of some layers. See [Note: offloaded input lifetime].
-
-    Args:
-        streams: The device's streams.
-        layers: Indices of the layers whose input is offloaded.
-    """
+    """Host memory for the inputs of the given layers. See [Note: offloaded input lifetime]."""
 
     def __init__(self, streams: Streams, layers: Collection[int]):
         self._streams = streams
         self.layers = frozenset(layers)
-        self._arenas: dict[int, Arena] = {}
-        self._homes: dict[int, torch.Tensor] = {}
-        self._places: dict[int, _Place] = {}
+        self._buffers: dict[int, tuple[Arena, torch.Tensor]] = {}
+        self._inputs: dict[int, _Offloaded] = {}
         self._pins = True  # until the system refuses
         self.out_bytes = self.back_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self._arenas.values())
+        return sum(arena.nbytes for arena, _ in self._buffers.values())
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(arena.pinned_bytes for arena in self._arenas.values())
+        return sum(arena.pinned_bytes for arena, _ in self._buffers.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> None:
-        """Queue the copy of `tensor` to the host. Asynchronous; the caller may let go of it at once."""
-        tensor = tensor.detach()  # copied with its graph, the home would keep the device memory alive
-        home = self._home(layer, tensor)
-        previous = self._places.get(layer)
-        place = _Place(home, self._streams.event(), previous.back if previous else self._streams.event(), tensor.shape)
+        """Queue the copy of `tensor` to the host. Asynchronous; the caller may drop the tensor at once."""
+        tensor = tensor.detach()  # a copy with autograd history would keep the device memory alive
+        host = self._buffer(layer, tensor)
+        previous = self._inputs.get(layer)
+        back = previous.back if previous else self._streams.event()
+        offloaded = _Offloaded(host, self._streams.event(), back, tensor.shape)
         written = self._streams.event()
         self._streams.mark_compute(written)
-        with self._streams.copying_out(written, place.out, f"input {layer}", tensor.nbytes):
-            home.copy_(tensor.reshape(-1), non_blocking=True)
+        with self._streams.copying("d2h", written, offloaded.out, f"input {layer}", tensor.nbytes):
+            host.copy_(tensor.reshape(-1), non_blocking=True)
         if self._streams.d2h is not None:
             tensor.record_stream(self._streams.d2h)
         self.out_bytes += tensor.nbytes
-        self._places[layer] = place
+        self._inputs[layer] = offloaded
 
     def prefetch(self, layer: int) -> None:
-        """Queue the copy back, if the layer is offloaded and not on its way. Asynchronous."""
-        place = self._places.get(layer)
-        if place is None or place.arrived is not None:
+        """Queue the copy back to the device unless it is queued already; ignores other layers. Asynchronous."""
+        offloaded = self._inputs.get(layer)
+        if offloaded is None or offloaded.arrived is not None:
             return
-        place.arrived = torch.empty(place.home.numel(), dtype=place.home.dtype, device=self._streams.device)
-        # The memory may have been let go by kernels that are still running: the copy starts behind them, too.
+        host = offloaded.host
+        offloaded.arrived = torch.empty(host.numel(), dtype=host.dtype, device=self._streams.device)
+        # Kernels that are still running may have used this memory before: the copy must start after them, too.
         allocated = self._streams.event()
         self._streams.mark_compute(allocated)
-        with self._streams.copying_in(allocated, place.back, f"input {layer}", place.home.nbytes):
+        with self._streams.copying("h2d", allocated, offloaded.back, f"input {layer}", host.nbytes):
             if self._streams.h2d is not None:
-                self._streams.h2d.wait_event(place.out)  # type: ignore[arg-type]
-            place.arrived.copy_(place.home, non_blocking=True)
-        self.back_bytes += place.home.nbytes
+                self._streams.h2d.wait_event(offloaded.out)  # type: ignore[arg-type]
+            offloaded.arrived.copy_(host, non_blocking=True)
+        self.back_bytes += host.nbytes
 
     def take(self, layer: int) -> torch.Tensor:
-        """The tensor, back on the device, for kernels launched from now on."""
+        """Return the tensor on the device, for kernels launched from now on."""
         self.prefetch(layer)
-        place = self._places.pop(layer)
-        assert place.arrived is not None
-        self._streams.compute_waits(place.back, "inputs")
+        offloaded = self._inputs.pop(layer)
+        assert offloaded.arrived is not None
+        self._streams.compute_waits(offloaded.back, "inputs")
         if self._streams.h2d is not None:
-            place.arrived.record_stream(self._streams.compute)  # type: ignore[arg-type]
-        return place.arrived.view(place.shape)
+            offloaded.arrived.record_stream(self._streams.compute)  # type: ignore[arg-type]
+        return offloaded.arrived.view(offloaded.shape)
 
     def abandon(self) -> None:
-        """After an error in the middle of a step; the device must be idle."""
-        self._places = {}
+        """Drop the inputs of a failed step. The device must be idle."""
+        self._inputs = {}
 
     def close(self) -> None:
-        self._places, self._homes = {}, {}
-        for arena in self._arenas.values():
+        arenas = [arena for arena, _ in self._buffers.values()]
+        self._inputs, self._buffers = {}, {}
+        for arena in arenas:
             arena.close()
-        self._arenas = {}
 
-    def _home(self, layer: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The layer's host memory; made on first use, and again only for larger tensors."""
-        home = self._homes.get(layer)
-        if home is None or home.numel() < tensor.numel() or home.dtype != tensor.dtype:
-            if layer in self._arenas:  # rows that get longer and longer must not leave all shorter ones' memory behind
-                self._streams.synchronize()  # a copy from the old home may be on its way
-                del self._homes[layer], home
-                self._arenas.pop(layer).close()
-            arena = self._arenas[layer] = Arena(page_ceil(tensor.nbytes))
+    def _buffer(self, layer: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The layer's host memory (numel,); allocated on first use, and again only for larger tensors."""
+        arena, host = self._buffers.get(layer, (None, None))
+        if host is None or host.numel() < tensor.numel() or host.dtype != tensor.dtype:
+            if arena is not None:  # rows that keep growing must not leave the memory of shorter ones behind
+                self._streams.synchronize()  # a copy from the old buffer may be in flight
+                del self._buffers[layer], host
+                arena.close()
+            arena = Arena(page_ceil(tensor.nbytes))
             if self._streams.cuda and self._pins:
                 self._pin(arena)
-            home = self._homes[layer] = arena.tensor(0, tensor.numel(), tensor.dtype)
-        return home[: tensor.numel()]
+            host = arena.tensor(0, tensor.numel(), tensor.dtype)
+            self._buffers[layer] = arena, host
+        return host[: tensor.numel()]
 
     def _pin(self, arena: Arena) -> None:
         try:
             arena.register([0])
-        except PinRefused as refusal:  # copies are right from any memory
+        except PinRefused as refusal:  # copies are correct from any memory
             self._pins = False
-            logger.warning("%s; inputs of layers wait in memory that is not pinned (slower copies)", refusal)
+            logger.warning("%s; offloaded layer inputs use memory that is not pinned (slower copies)", refusal)

@@ -1,12 +1,12 @@
 """Weight slots: the device buffers that layers stream through.
 
 [Note: weight slot lifetime]
-A slot is one flat device buffer. It is EMPTY, or it holds the weights of one owner unit:
-    EMPTY   --load-->     LOADED   an h2d copy is queued; the owner's weights are valid behind the `ready` event
-    LOADED  --load-->     LOADED   another owner; the copy waits for `free`, the last kernel that read the old one
-    LOADED  --acquire-->  IN_USE   compute has been made to wait for `ready`; kernels reading the slot are being launched
-    IN_USE  --release-->  LOADED   `free` is recorded behind those kernels; the weights stay valid and can be acquired again
-    LOADED  --drop-->     EMPTY    the owner's master has changed (AdamW), the copy is stale
+A slot is one flat device buffer. It is EMPTY, or it holds the weights of one unit, its owner:
+    EMPTY   --load-->     LOADED   an h2d copy is queued; the owner's weights are valid after the `ready` event
+    LOADED  --load-->     LOADED   another owner; the copy waits for `free`, the last kernel that read the old weights
+    LOADED  --acquire-->  IN_USE   compute waits for `ready`; kernels that read the slot are being launched
+    IN_USE  --release-->  LOADED   `free` is recorded after those kernels; the weights stay valid and can be acquired again
+    LOADED  --drop-->     EMPTY    the owner's master has changed (optimizer update), so the copy is stale
 Any other transition is a bug and raises at once.
 """
 
@@ -23,22 +23,22 @@ from megatrain.device.streams import Streams
 
 
 class SlotState(enum.Enum):
-    """What a slot's memory means."""
+    """What the memory of a slot contains."""
 
     EMPTY = "nothing of value"
-    LOADED = "the owner's weights, valid behind `ready`"
-    IN_USE = "the owner's weights, being read by kernels that are still being launched"
+    LOADED = "the owner's weights, valid after `ready`"
+    IN_USE = "the owner's weights; kernels that read them are being launched"
 
 
 class Slot:
     """One flat device weight buffer with its owner, state and events. See [Note: weight slot lifetime].
 
     Args:
-        streams: The streams copies and kernels run on.
+        streams: Streams of copies and kernels.
         copier: Queues the copies.
-        numel: Elements, those of the largest unit that will be loaded.
-        plane_dtype: Type of the host plane (what is copied).
-        compute_dtype: Type the layers compute in; where it differs from the plane's, acquire casts on the device.
+        numel: Elements of the largest unit that will be loaded.
+        plane_dtype: Dtype of the host plane that is copied.
+        compute_dtype: Dtype the layers compute in; if it differs from the plane's, `acquire` casts on the device.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Slot:
         return self._copied.nbytes + (self._cast.nbytes if self._cast is not None else 0)
 
     def buffer(self, numel: int) -> torch.Tensor:
-        """The memory that `acquire` will return. Its contents mean nothing before that."""
+        """The memory that `acquire` will return; undefined contents until then."""
         return (self._copied if self._cast is None else self._cast)[:numel]
 
     def load(self, owner: str, source: torch.Tensor) -> None:
-        """Queue the copy of `source` (n,), a unit's hi plane. Asynchronous: `source` must not change before it is acquired."""
+        """Queue the copy of `source` (n,), a unit's hi plane. Asynchronous: `source` must not change before `acquire`."""
         self._expect(SlotState.EMPTY, SlotState.LOADED)
         target = self._copied[: source.numel()]
         self._queued = self._copier.copy(target, source, after=self._free, done=self._ready, what=owner)
         self.owner, self.state = owner, SlotState.LOADED
 
     def acquire(self, numel: int) -> torch.Tensor:
-        """The owner's weights (numel,) in compute dtype, for kernels launched on compute before `release`."""
+        """Return the owner's weights (numel,) in compute dtype, for kernels launched on compute before `release`."""
         self._expect(SlotState.LOADED)
         self._settle()
         self._streams.compute_waits(self._ready, "weights")
@@ -79,7 +79,7 @@ class Slot:
         return self.buffer(numel)
 
     def release(self) -> None:
-        """No more kernels that read the slot will be launched on behalf of the current acquire."""
+        """End the current acquire: all kernels that read the slot have been launched."""
         self._expect(SlotState.IN_USE)
         self._streams.mark_compute(self._free)
         self.state = SlotState.LOADED
@@ -91,19 +91,19 @@ class Slot:
         self.owner, self.state = None, SlotState.EMPTY
 
     def abandon(self) -> None:
-        """After an error in the middle of a step: whatever the state was, the slot is empty and the device idle with it."""
+        """Empty the slot after a failed step, from any state. The device must be idle."""
         if self.state is SlotState.IN_USE:
             self.release()
         self.drop()
 
     def poison(self) -> None:
-        """Fill the buffer with NaN behind the last use (tests: whoever reads a slot that it should not have gets NaN)."""
+        """Fill the buffer with NaN after its last use, so that a test sees a kernel that reads it wrongly."""
         self._expect(SlotState.EMPTY)
-        with self._streams.copying_in(after=self._free, done=self._ready):
+        with self._streams.copying("h2d", after=self._free, done=self._ready):
             self._copied.fill_(float("nan"))
 
     def _settle(self) -> None:
-        """Wait until the copy is in the stream (a packing thread may put it there); its errors surface here."""
+        """Wait until the copy is queued (possibly by a packing thread); raises its error."""
         queued, self._queued = self._queued, None
         if queued is not None:
             queued.result()
@@ -113,22 +113,18 @@ class Slot:
 
 
 class WeightRing:
-    """The layers' slots: at least two, so that one loads while the other is read."""
+    """The layers' slots: at least two, so that one loads while another is read."""
 
     def __init__(self, slots: list[Slot]):
         assert len(slots) >= 2, f"{len(slots)} weight slots: one must load while another is read"
         self.slots = slots
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self.slots)
-
     def holding(self, owner: str) -> Slot | None:
-        """The slot that holds `owner`'s weights, if one does."""
+        """The slot that holds `owner`'s weights, if any."""
         return next((slot for slot in self.slots if slot.owner == owner), None)
 
     def victim(self, next_use: Callable[[str], float], before: float) -> Slot | None:
-        """The slot to load into: an empty one, else the one whose owner is needed latest, and later than `before`."""
+        """The slot to load into: an empty one, else the one whose owner is needed last, if it is needed later than `before`."""
         idle = [slot for slot in self.slots if slot.state is not SlotState.IN_USE]
         empty = [slot for slot in idle if slot.owner is None]
         if empty:

@@ -1,17 +1,17 @@
-"""Gradient buffers: device staging buffers, and pinned host slabs.
+"""Gradient buffers: staging buffers on the device, and pinned slabs on the host.
 
 [Note: gradient staging lifetime]
 A layer's gradients are written into one of two staging buffers on the device, then copied to the host on d2h:
-    FREE     --begin-->  FILLING  compute has been made to wait for `free` (the previous copy out); the backward writes
-    FILLING  --send-->   FREE     `written` is recorded; the copy out waits for it and records `free`
-Two buffers, so that the backward of the next layer writes while the previous one is being copied.
+    FREE     --begin-->  FILLING  compute waits for `free` (the previous copy to the host); the backward writes
+    FILLING  --send-->   FREE     `written` is recorded; the copy to the host waits for it and records `free`
+There are two buffers so that the next layer's backward can write while the previous gradients are being copied.
 
 [Note: gradient slab lifetime]
-Where gradients cannot go straight into a pinned gradient plane they land in a slab, which the host then consumes:
-    FREE      --fill-->   FILLING   a copy out is queued; `arrived` marks its end
-    FILLING   --drain-->  DRAINING  a background job that waits for `arrived` adds it to the plane or feeds it to AdamW
-    DRAINING  --(job ends)-->  FREE
-When no slab is free, the host thread waits for the oldest job: the gradient stall.
+Gradients that cannot be copied straight into a pinned gradient plane go to a slab, which a background job on the host reads:
+    FREE      --fill-->       FILLING   a copy to the host is queued; `arrived` marks its end
+    FILLING   --drain-->      DRAINING  the job waits for `arrived`, then adds the slab to the plane or feeds it to the optimizer
+    DRAINING  --(job ends)--> FREE
+If no slab is free, the host thread waits for the oldest job: the gradient stall.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatrain.host_memory.arena import Arena
 
 
 class BufferState(enum.Enum):
-    """What a gradient buffer's memory means."""
+    """What the memory of a gradient buffer contains."""
 
     FREE = "nothing of value"
-    FILLING = "being written"
-    DRAINING = "being read by the host"
+    FILLING = "a gradient that is being written"
+    DRAINING = "a gradient that the host reads"
 
 
 class Staging:
@@ -46,9 +46,9 @@ class Staging:
 
     @classmethod
     def around(cls, streams: Streams, flat: torch.Tensor) -> Staging:
-        """A staging buffer for one use around memory that the backward has filled already.
+        """Wrap memory that the backward has already filled, for one `send`.
 
-        The allocator is told that d2h reads the memory, so it may be let go right after `send`.
+        The allocator is told that d2h reads the memory, so the caller may drop it right after `send`.
         """
         staging = cls(streams, 0, flat.dtype)
         staging.flat, staging.state = flat, BufferState.FILLING
@@ -57,18 +57,20 @@ class Staging:
         return staging
 
     def begin(self, numel: int) -> torch.Tensor:
-        """The first `numel` elements, for kernels on compute to write gradients into: every one of them."""
+        """The first `numel` elements; kernels on compute must write all of them."""
         assert self.state is BufferState.FREE, self.state
         self._streams.compute_waits(self._free, "gradients")
         self.state = BufferState.FILLING
         return self.flat[:numel]
 
     def send(self, destination: torch.Tensor, arrived: Event, poison: bool = False, what: str = "") -> None:
-        """Queue the copy out to `destination` (n,) host memory. Asynchronous; the host may read behind `arrived`.
-        `what`: whose gradient it is."""
+        """Queue the copy to `destination` (n,) in host memory. Asynchronous: the host may read it after `arrived`.
+
+        `poison` fills the buffer with NaN afterwards (tests); `what` names the copy.
+        """
         assert self.state is BufferState.FILLING, self.state
         self._streams.mark_compute(self._written)
-        with self._streams.copying_out(self._written, arrived, what, destination.nbytes):
+        with self._streams.copying("d2h", self._written, arrived, what, destination.nbytes):
             destination.copy_(self.flat[: destination.numel()], non_blocking=True)
             if poison:
                 self.flat.fill_(float("nan"))
@@ -76,12 +78,12 @@ class Staging:
         self.state = BufferState.FREE
 
     def abandon(self) -> None:
-        """After an error in the middle of a step."""
+        """Free the buffer after a failed step."""
         self.state = BufferState.FREE
 
 
 class Slab:
-    """A host gradient buffer, pinned where there is a GPU. See [Note: gradient slab lifetime]."""
+    """A host gradient buffer, pinned if there is a GPU. See [Note: gradient slab lifetime]."""
 
     def __init__(self, streams: Streams, numel: int, dtype: torch.dtype):
         self._arena = Arena(max(numel, 1) * dtype.itemsize)
@@ -91,14 +93,7 @@ class Slab:
         self.state = BufferState.FREE
         self.arrived = streams.event()
         self._job: Future[None] | None = None
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._arena.pinned_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self._arena.nbytes
+        self.nbytes, self.pinned_bytes = self._arena.nbytes, self._arena.pinned_bytes
 
     @property
     def in_use(self) -> bool:
@@ -106,18 +101,18 @@ class Slab:
         return self._job is not None and not self._job.done()
 
     def fill(self, numel: int) -> torch.Tensor:
-        """The destination of a copy out. The slab must be free."""
+        """The destination (numel,) of a copy from the device. The slab must be free."""
         assert self.state is BufferState.FREE, self.state
         self.state = BufferState.FILLING
         return self.flat[:numel]
 
     def drain(self, job: Future[None]) -> None:
-        """`job` reads the slab; the slab is free when it ends."""
+        """Hand the slab to `job`, which reads it; the slab is free when the job ends."""
         assert self.state is BufferState.FILLING, self.state
         self.state, self._job = BufferState.DRAINING, job
 
     def settle(self) -> None:
-        """Wait for the job that drains the slab, if there is one. Its error is raised here."""
+        """Wait until the slab is free; raises the error of the job that read it."""
         job, self._job = self._job, None
         try:
             if job is not None:
@@ -131,7 +126,12 @@ class Slab:
 
 
 class SlabPool:
-    """K slabs of the largest layer's size, reused in the order in which they were taken."""
+    """Slabs of the largest layer's size, reused in the order in which they were taken.
+
+    Attributes:
+        wait_s: Seconds spent waiting for a free slab; `waits`: how often.
+        most_in_use: Maximum number of slabs in use at once.
+    """
 
     def __init__(self, streams: Streams, count: int, numel: int, dtype: torch.dtype):
         assert count >= 1, count
@@ -139,8 +139,11 @@ class SlabPool:
         self.slabs = collections.deque(Slab(streams, numel, dtype) for _ in range(count))
         self.reset_counters()
 
+    def reset_counters(self) -> None:
+        self.wait_s, self.waits, self.most_in_use = 0.0, 0, 0
+
     def take(self) -> Slab:
-        """The slab that has been in use for longest; waits for its job."""
+        """Return the slab that was taken longest ago; waits for its job."""
         slab = self.slabs.popleft()
         self.slabs.append(slab)
         self.most_in_use = max(self.most_in_use, 1 + sum(other.in_use for other in self.slabs if other is not slab))
@@ -154,23 +157,7 @@ class SlabPool:
             slab.settle()
         return slab
 
-    def reset_counters(self) -> None:
-        """`wait_s`: seconds without a free slab; `waits`: how often; `most_in_use`: slabs at once."""
-        self.wait_s, self.waits, self.most_in_use = 0.0, 0, 0
-
     def settle(self) -> None:
-        """Wait until every slab is free."""
+        """Wait until all slabs are free."""
         for slab in self.slabs:
             slab.settle()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slab.nbytes for slab in self.slabs)
-
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(slab.pinned_bytes for slab in self.slabs)
-
-    def close(self) -> None:
-        for slab in self.slabs:
-            slab.close()

@@ -2,14 +2,14 @@
 
 [Note: streams and events]
 compute  The device's current stream. HF's code, autograd and the squared norms run here, in program order.
-h2d      Weight copies, host to device. Copies into a slot wait for the slot's `free` event (the last kernel that read it);
+h2d      Weight copies, host to device. A copy into a slot waits for the slot's `free` event (the last kernel that read it);
          compute waits for the slot's `ready` event (the copy).
 d2h      Gradient copies, device to host. A copy waits for the `written` event of its staging buffer (the backward that filled
          it); compute waits for the staging buffer's `free` event (the copy) before it writes there again. A host thread that
-         consumes the gradient waits for `arrived` (the same copy, waited for by the CPU).
+         reads the gradient waits for `arrived` (the same copy).
 
-Nothing else synchronises; what is recorded for the instruments is read when it has happened anyway (device/recorder.py).
-The host thread blocks in three places only: for a unit's AdamW (before its weights are copied), for a free gradient slab, and
+Nothing else synchronises: timing events are read only after the host has waited for the step anyway (device/meter.py). The host
+thread blocks in three places only: for a unit's optimizer update (before its weights are copied), for a free gradient slab, and
 once at the end of a step for the loss and the norm.
 """
 
@@ -22,29 +22,26 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megatrain.device.recorder import Mark, SpanRecorder
-from megatrain.metrics.spans import Wait
+from megatrain.device.meter import SpanRecorder
+from megatrain.metrics.spans import Row, Wait
 
 
 class Event(Protocol):
-    """What is used of a torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used."""
 
     def record(self, stream: Any = ...) -> None: ...
     def synchronize(self) -> None: ...
 
 
 class _NoEvent:
-    """A CPU's event: everything before it in program order has already happened."""
+    """An event on a CPU: everything before it in program order has already happened."""
 
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    def record(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class Timestamp:
-    """A moment in the compute stream: a timed event on a GPU, the clock on a CPU."""
+    """A point in the compute stream: a timed event on a GPU, the clock on a CPU."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._event = torch.cuda.Event(enable_timing=True) if stream is not None else None
@@ -53,7 +50,7 @@ class Timestamp:
             self._event.record(stream)
 
     def seconds_until(self, later: Timestamp) -> float:
-        """Both moments must have passed on the device."""
+        """Elapsed seconds. The device must have passed both points."""
         if self._event is not None and later._event is not None:
             return self._event.elapsed_time(later._event) / 1e3
         return later._clock - self._clock
@@ -63,87 +60,87 @@ _UNTRACED = contextlib.nullcontext()
 
 
 class Streams:
-    """Owner of the compute, h2d and d2h streams of one device. See [Note: streams and events].
+    """Owns the compute, h2d and d2h streams of one device. See [Note: streams and events].
 
     Args:
         device: `cpu` or a CUDA device.
-        disturb: Called with the name of a stream after work was put on it. A test's way to delay streams at random.
+        disturb: Called with the name of a stream after work was queued on it; tests use it to delay streams at random.
+
+    Attributes:
+        spans: Times of copies and waits; off by default.
     """
 
     def __init__(self, device: torch.device, disturb: Callable[[str, Streams], None] | None = None):
         self.device = device
         self.cuda = device.type == "cuda"
-        self._disturb = disturb
+        self._disturb = disturb or (lambda name, streams: None)
         self.compute: torch.cuda.Stream | None = None
         self.h2d: torch.cuda.Stream | None = None
         self.d2h: torch.cuda.Stream | None = None
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
-            self.h2d = torch.cuda.Stream(device)
-            self.d2h = torch.cuda.Stream(device)
+            self.h2d, self.d2h = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.spans = SpanRecorder(device, self.compute)
-        """When copies and waits took place; off until somebody asks."""
 
     def event(self) -> Event:
-        """A new event; `record` it on one of this object's streams. Waiting for it on the host does not burn a core."""
+        """A new event to `record` on one of these streams. A host thread that waits for it sleeps instead of polling."""
         return torch.cuda.Event(blocking=True) if self.cuda else _NoEvent()
 
     def timestamp(self) -> Timestamp:
-        """The present end of the compute stream, for measuring."""
+        """The current end of the compute stream, for measuring."""
         return Timestamp(self.compute)
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small CPU tensor on the device, for kernels launched on compute from now on. Asynchronous.
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a small CPU tensor to the device, for kernels launched on compute from now on. Asynchronous.
 
-        From pageable memory the copy would block the host until compute is idle. The pinned copy lives until the device has
-        read it: torch's allocator of pinned memory waits for that.
+        From pageable memory, the copy would block the host until compute is idle. torch's pinned-memory allocator keeps the
+        pinned copy alive until the device has read it.
         """
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.cuda else tensor.to(self.device)
 
     @contextlib.contextmanager
-    def copying_in(self, after: Event, done: Event, what: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Work inside goes to h2d: it starts after `after`; `done` marks its end. Asynchronous. `what` is for the record."""
-        with self._on("h2d", after, done):
-            start = self.spans.mark(self.h2d)
-            yield
-            self._copied("h2d", what, start, nbytes)
+    def copying(
+        self, direction: Literal["h2d", "d2h"], after: Event, done: Event, what: str = "", nbytes: int = 0
+    ) -> Iterator[None]:
+        """Queue the work inside on the stream `direction`: it starts after `after`, and `done` marks its end. Asynchronous.
 
-    @contextlib.contextmanager
-    def copying_out(self, after: Event, done: Event, what: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Work inside goes to d2h: it starts after `after`; `done` marks its end. Asynchronous. `what` is for the record."""
-        with self._on("d2h", after, done):
-            start = self.spans.mark(self.d2h)
+        `what` and `nbytes` name the copy in the recorded spans.
+        """
+        stream: torch.cuda.Stream | None = getattr(self, direction)
+        with self._ordered(direction, after, done):
+            start = self.spans.mark(stream)
             yield
-            self._copied("d2h", what, start, nbytes)
+            self.spans.end(direction, what, start, stream, nbytes)
+            if not self.cuda:  # on a CPU the computing thread does the copy, so it waits for it
+                self.spans.end("wait", "weights" if direction == "h2d" else "gradients", start, None)
 
     def compute_waits(self, event: Event, why: Wait) -> None:
-        """Kernels launched on compute from now on start after `event`. Asynchronous."""
+        """Make kernels launched on compute from now on start after `event`. Asynchronous."""
         start = self.spans.mark(self.compute)
         if self.compute is not None:
             self.compute.wait_event(event)  # type: ignore[arg-type]
         self.spans.end("wait", why, start, self.compute)
 
-    @contextlib.contextmanager
-    def host_waits(self, why: Wait) -> Iterator[None]:
-        """The host blocks inside and launches nothing: what is recorded is how long the device has nothing to do for it."""
-        start = self.spans.mark(self.compute)
-        yield
-        self.spans.end("wait", why, start, self.compute)
+    def host_waits(self, why: Wait) -> contextlib.AbstractContextManager[None]:
+        """Record how long the device is idle because the host blocks inside and launches nothing."""
+        return self._span("wait", why)
 
     def traced(self, what: str, layer: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Work inside goes to compute, and a trace shows it by name. While none is taken, it costs nothing."""
+        """Show the work queued on compute inside by name in a trace. Free while no trace is taken."""
         if not self.spans.tracing:
             return _UNTRACED
-        return self._traced(what if layer is None else f"{what} layer {layer}")
+        return self._span("compute", what if layer is None else f"{what} layer {layer}")
+
+    @contextlib.contextmanager
+    def _span(self, row: Row, name: str) -> Iterator[None]:
+        start = self.spans.mark(self.compute)
+        yield
+        self.spans.end(row, name, start, self.compute)
 
     def mark_compute(self, event: Event) -> None:
-        """Record `event` behind everything launched on compute so far."""
+        """Record `event` after everything launched on compute so far."""
         event.record(self.compute)
-        self.disturbed("compute")
-
-    def disturbed(self, name: str) -> None:
-        if self._disturb is not None:
-            self._disturb(name, self)
+        self._disturb("compute", self)
 
     def synchronize(self) -> None:
         """Block the host until all three streams are idle."""
@@ -151,24 +148,14 @@ class Streams:
             torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
-    def _on(self, name: str, after: Event, done: Event) -> Iterator[None]:
+    def _ordered(self, name: str, after: Event, done: Event) -> Iterator[None]:
+        """Run the work inside on a stream, between the events `after` and `done`."""
         stream = getattr(self, name)
         if stream is None:
             yield
             return
         stream.wait_event(after)
-        self.disturbed(name)
+        self._disturb(name, self)
         with torch.cuda.stream(stream):
             yield
         done.record(stream)
-
-    def _copied(self, name: Literal["h2d", "d2h"], what: str, start: Mark, nbytes: int) -> None:
-        self.spans.end(name, what, start, getattr(self, name), nbytes)
-        if not self.cuda:  # a CPU copies in the thread that computes, which so waits for it
-            self.spans.end("wait", "weights" if name == "h2d" else "gradients", start, None)
-
-    @contextlib.contextmanager
-    def _traced(self, name: str) -> Iterator[None]:
-        start = self.spans.mark(self.compute)
-        yield
-        self.spans.end("compute", name, start, self.compute)

@@ -1,7 +1,7 @@
 """Spans (what ran where, from when to when), the intervals they cover, and traces that Chrome and Perfetto read.
 
 All times are seconds on the clock of `time.perf_counter`, those of device work included ([Note: device times] in
-device/recorder.py). Rows:
+device/meter.py). Rows:
     step         a whole step, from its first launch until its loss and norm are known
     compute      one layer or the head at work; recorded only while a trace is taken
     wait         the compute stream is idle; the span's name says what it waits for

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from megatrain.device.gpu_meter import GpuMeter
+from megatrain.device.meter import GpuMeter
 from megatrain.device.streams import Streams
 from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.plan import StepShape

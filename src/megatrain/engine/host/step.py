@@ -470,7 +470,7 @@ class StepRunner:
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
         self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
-        return {name: self._streams.place(batch[name]) for name in MODEL_INPUTS if batch.get(name) is not None}
+        return {name: self._streams.to_device(batch[name]) for name in MODEL_INPUTS if batch.get(name) is not None}
 
     def _targets_of(self, targets: Targets, rows: slice, inputs: Mapping[str, torch.Tensor]) -> Targets:
         """The targets of some rows, on the device, with positions counted from the first of these rows."""
@@ -478,7 +478,8 @@ class StepRunner:
         first, last = rows.start * tokens, rows.stop * tokens
         start, end = np.searchsorted(targets.positions.numpy(), (first, last))  # they ascend
         return Targets(
-            self._streams.place(targets.positions[start:end] - first), self._streams.place(targets.labels[start:end])
+            self._streams.to_device(targets.positions[start:end] - first),
+            self._streams.to_device(targets.labels[start:end]),
         )
 
     def _bind_edges(self, requires_grad: bool) -> Edges:

@@ -1,19 +1,23 @@
-"""Spans of copies and waits, from the clock on a CPU."""
+"""Spans of copies and waits, and the driver's figures, which are optional."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain.device import recorder as recorder_module
-from megatrain.device.recorder import SpanRecorder
+from megatrain.device import meter as meter_module
+from megatrain.device.meter import GpuFigures, GpuMeter, SpanRecorder
 from megatrain.device.streams import Streams
 from megatrain.metrics.spans import Row, Span
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 
 
 def recording() -> Streams:
@@ -22,10 +26,10 @@ def recording() -> Streams:
     return streams
 
 
-def test_a_copy_on_a_cpu_is_waited_for() -> None:
+def test_a_copy_on_a_cpu_is_a_wait_too() -> None:
     streams = recording()
     before = time.perf_counter()
-    with streams.copying_in(streams.event(), streams.event(), "layer.3", 64):
+    with streams.copying("h2d", streams.event(), streams.event(), "layer.3", 64):
         time.sleep(0.01)
     copy, wait = streams.spans.take()
     assert (copy.row, copy.name, copy.size) == ("h2d", "layer.3", 64)
@@ -34,7 +38,7 @@ def test_a_copy_on_a_cpu_is_waited_for() -> None:
     assert streams.spans.take() == []
 
 
-def test_waits_are_named() -> None:
+def test_waits_have_names() -> None:
     streams = recording()
     streams.compute_waits(streams.event(), "gradients")
     with streams.host_waits("optimizer"):
@@ -44,7 +48,7 @@ def test_waits_are_named() -> None:
     assert optimizer.seconds >= 0.01 > gradients.seconds
 
 
-def test_visits_are_recorded_only_while_a_trace_is_taken() -> None:
+def test_layers_are_recorded_only_in_a_trace() -> None:
     streams = recording()
     with streams.traced("forward", 0):
         pass
@@ -58,26 +62,26 @@ def test_visits_are_recorded_only_while_a_trace_is_taken() -> None:
     ]
 
 
-def test_off_means_nothing() -> None:
+def test_nothing_is_recorded_when_off() -> None:
     streams = Streams(CPU)
     streams.compute_waits(streams.event(), "weights")
-    with streams.copying_out(streams.event(), streams.event(), "layer.0", 8):
+    with streams.copying("d2h", streams.event(), streams.event(), "layer.0", 8):
         pass
     assert streams.spans.take() == []
 
 
-def test_what_an_abandoned_step_has_recorded_is_dropped() -> None:
+def test_spans_of_a_failed_step_are_dropped() -> None:
     streams = recording()
     streams.compute_waits(streams.event(), "weights")
     streams.spans.drop()
     assert streams.spans.take() == []
 
 
-# ------------------------------------------------------------------ a device that does not exist
+# ------------------------------------------------------------------ a simulated device
 
 
 class Clock:
-    """The time of a device, in milliseconds since it was switched on."""
+    """The device's time in milliseconds since it was switched on."""
 
     now_ms = 0.0
 
@@ -112,10 +116,10 @@ class TimedEvent:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SpanRecorder:
-    """A recorder of that device, anchored when the clock showed 100 s and the device 5,000 ms."""
+    """A recorder on the simulated device, anchored at 100 s on the clock and 5,000 ms on the device."""
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: 95.0 + Clock.now_ms / 1e3)
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: 95.0 + Clock.now_ms / 1e3)
     TimedEvent.made, Clock.now_ms = 0, 5000.0
     recorder = SpanRecorder(torch.device("cuda"), "compute")  # type: ignore[arg-type]
     recorder.on = True
@@ -130,13 +134,13 @@ def span_on(recorder: SpanRecorder, row: Row, start_ms: float, end_ms: float, st
     recorder.end(row, row, start, stream)
 
 
-def test_device_times_are_told_on_the_clock_of_the_host(device: SpanRecorder) -> None:
+def test_device_times_are_converted_to_the_host_clock(device: SpanRecorder) -> None:
     span_on(device, "wait", 6000.0, 6500.0)
     (span,) = device.take()
     assert (span.start_s, span.end_s) == pytest.approx((101.0, 101.5))
 
 
-def test_a_copy_that_is_under_way_stays_for_the_next_reading_and_keeps_its_anchor(device: SpanRecorder) -> None:
+def test_a_copy_in_flight_stays_for_the_next_reading_and_keeps_its_anchor(device: SpanRecorder) -> None:
     span_on(device, "wait", 6000.0, 6500.0)
     span_on(device, "d2h", 6500.0, 7000.0, "behind")
     Clock.now_ms = 9000.0
@@ -149,15 +153,92 @@ def test_a_copy_that_is_under_way_stays_for_the_next_reading_and_keeps_its_ancho
     assert (copy.start_s, copy.end_s) == pytest.approx((101.5, 102.0))
 
 
-def test_events_are_used_again(device: SpanRecorder) -> None:
+def test_events_are_reused(device: SpanRecorder) -> None:
     for step in range(5):
         span_on(device, "wait", 6000.0 + step, 6000.5 + step)
         assert len(device.take()) == 1
     assert TimedEvent.made == 3, "the anchor and one pair"
 
 
-def test_a_pause_records_nothing_of_the_device(device: SpanRecorder) -> None:
+def test_a_paused_recorder_ignores_device_work(device: SpanRecorder) -> None:
     device.paused = True
     span_on(device, "h2d", 6000.0, 6500.0)
     device.add(Span("adamw", "layer.0", 1.0, 2.0))
     assert [span.row for span in device.take()] == ["adamw"]
+
+
+# ------------------------------------------------------------------ the driver's figures
+
+
+class NvmlError(Exception):
+    pass
+
+
+class Nvml:
+    """The part of pynvml that is used."""
+
+    NVMLError = NvmlError
+
+    def __init__(self) -> None:
+        self.broken: set[str] = set()
+        self.uuids: list[str] = []
+
+    def _answer(self, name: str, value: Any) -> Any:
+        if name in self.broken:
+            raise NvmlError(f"{name} is not supported")
+        return value
+
+    def nvmlInit(self) -> None:
+        self._answer("init", None)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self.uuids.append(uuid)
+        return self._answer("handle", "handle")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        return self._answer("memory", SimpleNamespace(used=123))
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        return self._answer("utilisation", SimpleNamespace(gpu=87))
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    """NVML of a simulated GPU, without the limit of one call a second."""
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2-3"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 77)
+    monkeypatch.setattr(meter_module, "POLL_INTERVAL_S", 0.0)
+    return nvml
+
+
+def test_figures_are_those_of_the_device_with_that_uuid(nvml: Nvml) -> None:
+    assert GpuMeter(GPU).read() == GpuFigures(0.87, 123, 77)
+    assert nvml.uuids == ["GPU-1-2-3"]
+
+
+def test_the_driver_is_asked_at_most_once_a_second(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "POLL_INTERVAL_S", 60.0)
+    meter = GpuMeter(GPU)
+    first = meter.read()
+    nvml.broken.add("memory")
+    assert meter.read() == first
+
+
+@pytest.mark.parametrize("broken", ["init", "handle", "memory", "utilisation"])
+def test_a_driver_error_is_logged_once(broken: str, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
+    nvml.broken.add(broken)
+    with caplog.at_level(logging.INFO):
+        meter = GpuMeter(GPU)
+        assert [meter.read() for _ in range(3)] == [GpuFigures(None, None, 77)] * 3
+    assert caplog.text.count("is not supported") == 1
+
+
+def test_without_the_package_the_allocator_is_still_read(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert GpuMeter(GPU).read() == GpuFigures(None, None, 77)
+
+
+def test_a_cpu_has_no_figures() -> None:
+    assert GpuMeter(CPU).read() == GpuFigures()
