@@ -20,9 +20,9 @@ from transformers import LlamaConfig
 from megatrain.engine.mesh.layout import Layout
 from megatrain.machine.machine import load_cluster
 from megatrain.planner.choice import StepSize
-from megatrain.planner.cluster.job import Job, Practice, Way
-from megatrain.planner.cluster.judge import Verdict, judge
-from megatrain.planner.cluster.run import job_of
+from megatrain.planner.cluster.candidate import Candidate, Overheads, Request
+from megatrain.planner.cluster.estimate import Estimate, evaluate
+from megatrain.planner.cluster.plan import make_request
 
 FILE = Path(__file__).parents[1] / "docs/machines/h100-cluster.yaml"
 
@@ -54,9 +54,9 @@ def llama3() -> Iterator[Row]:
         (16384, 1, 128, 16, 8192, "41%"),
         (16384, 16, 8, 16, 131072, "38%"),
     ):
-        job = make("405b", world, data * per_rank, tokens)
+        request = make("405b", world, data * per_rank, tokens)
         base = Layout(tensor=8, pipeline=16, context=context, shard=data, microbatches=per_rank)
-        mfu = [judge(job, Way(interleaved(base, v), recompute=False)).mfu for v in (1, 2, 4)]
+        mfu = [evaluate(request, Candidate(interleaved(base, v), recompute=False)).mfu for v in (1, 2, 4)]
         yield Row(
             f"Llama 3 405B, {world:,} GPUs, tensor 8, pipeline 16, context {context}, {tokens:,} tokens",
             "virtual 1, 2, 4",
@@ -67,13 +67,13 @@ def llama3() -> Iterator[Row]:
 
 def torchtitan() -> Iterator[Row]:
     """Llama 3.1 405B, 512 GPUs; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 5. Its rates are of float8."""
-    job = make("405b", 512, 256, 8192, tensor_overlap=1.0)
-    for pieces in (8, 16, 32):
-        base = Layout(tensor=8, pipeline=8, shard=8, microbatches=pieces)
-        once, twice = (judge(job, Way(interleaved(base, v), recompute=True)) for v in (1, 2))
+    request = make("405b", 512, 256, 8192, tensor_overlap=1.0)
+    for count in (8, 16, 32):
+        base = Layout(tensor=8, pipeline=8, shard=8, microbatches=count)
+        once, twice = (evaluate(request, Candidate(interleaved(base, v), recompute=True)) for v in (1, 2))
         yield Row(
             "Llama 3.1 405B, 512 GPUs, tensor 8, pipeline 8, shard 8, 256 rows of 8,192 tokens, 1F1B against interleaved",
-            f"{pieces} microbatches{' (its default)' if pieces == 8 else ''}, virtual 2",
+            f"{count} microbatches{' (its default)' if count == 8 else ''}, virtual 2",
             "+28%; 82.5 and 72.7 GiB",
             f"{once.step_s / twice.step_s - 1:+.0%}; {gib(once)} and {gib(twice)} GiB",
         )
@@ -84,8 +84,8 @@ def megatron() -> Iterator[Row]:
     for batch in (1536, 3072, 6144):
         base = Layout(tensor=8, pipeline=8, shard=96, microbatches=batch // 96)
         shown = [
-            judge(
-                make("462b", 6144, batch, 4096, tensor_overlap=hidden), Way(interleaved(base, 7), recompute=False)
+            evaluate(
+                make("462b", 6144, batch, 4096, tensor_overlap=hidden), Candidate(interleaved(base, 7), recompute=False)
             ).mfu
             for hidden in (0.0, 1.0)
         ]
@@ -98,7 +98,9 @@ def megatron() -> Iterator[Row]:
     shares = []
     for data in (3, 144):
         layout = Layout(tensor=4, pipeline=8, shard=data, microbatches=1152 // data)
-        shares.append(judge(make("gpt3", 32 * data, 1152, 4096), Way(interleaved(layout, 6), recompute=False)).mfu)
+        shares.append(
+            evaluate(make("gpt3", 32 * data, 1152, 4096), Candidate(interleaved(layout, 6), recompute=False)).mfu
+        )
     yield Row(
         "GPT-3 175B, from 96 to 4,608 GPUs, 1,152 rows of 4,096 tokens",
         "tensor 4, pipeline 8, virtual 6",
@@ -111,10 +113,10 @@ def interleaved(layout: Layout, virtual: int) -> Layout:
     return replace(layout, virtual=virtual, schedule="interleaved") if virtual > 1 else layout
 
 
-def make(model: str, world: int, rows: int, tokens: int, tensor_overlap: float = 0.0) -> Job:
-    """A job as the publishers' engines would run it."""
-    practice = Practice(compiled="all", tensor_overlap=tensor_overlap, gathers_ahead=True, context_attention=1.0)
-    return replace(_base(model), world=world, step=StepSize(rows, tokens), practice=practice)
+def make(model: str, world: int, rows: int, tokens: int, tensor_overlap: float = 0.0) -> Request:
+    """A request as the publishers' engines would run it."""
+    overheads = Overheads(compiled="all", tensor_overlap=tensor_overlap, gathers_ahead=True, context_attention=1.0)
+    return replace(_base(model), world=world, step=StepSize(rows, tokens), overheads=overheads)
 
 
 SHAPES = {
@@ -126,17 +128,17 @@ SHAPES = {
 
 
 @functools.cache
-def _base(model: str) -> Job:
+def _base(model: str) -> Request:
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[model]
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=False, max_position_embeddings=131072,
     )  # fmt: skip
-    return job_of(config, load_cluster(FILE), 1, StepSize(1, 4096), name=model)
+    return make_request(config, load_cluster(FILE), 1, StepSize(1, 4096), name=model)
 
 
-def gib(verdict: Verdict) -> str:
-    return f"{verdict.memory.nbytes / 2**30:.1f}"
+def gib(estimate: Estimate) -> str:
+    return f"{estimate.memory.nbytes / 2**30:.1f}"
 
 
 def table() -> str:

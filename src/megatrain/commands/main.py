@@ -133,8 +133,8 @@ def _plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 def _plan_cluster(run: RunConfig, arguments: argparse.Namespace) -> None:
     _look_at_machine(arguments.machine)
+    from megatrain.planner.cluster.plan import plan_cluster_run
     from megatrain.planner.cluster.report import cluster_json, cluster_text
-    from megatrain.planner.cluster.run import plan_cluster_run
 
     if arguments.machine is None:
         raise UserError(

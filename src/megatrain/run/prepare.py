@@ -233,9 +233,9 @@ def _check_mesh_memory(run: RunConfig, layout: Layout, config: PreTrainedConfig)
     """Refuse a layout whose parameters, gradients and moments alone are more than a GPU has; on a CPU nothing is known."""
     import torch
 
-    from megatrain.engine.mesh.memory import memory_problem
     from megatrain.models.build import build_meta_model
     from megatrain.models.structure import dissect
+    from megatrain.planner.cluster.memory import memory_problem
 
     device_bytes = _gpu_bytes(run)
     if device_bytes is None:

@@ -1,4 +1,4 @@
-"""Jobs for the tests of cluster plans."""
+"""Requests for the tests of cluster plans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 import families
 from megatrain.machine.machine import Cluster, load_cluster
 from megatrain.planner.choice import StepSize
-from megatrain.planner.cluster.job import Job
-from megatrain.planner.cluster.run import job_of
+from megatrain.planner.cluster.candidate import Request
+from megatrain.planner.cluster.plan import make_request
 
 FILE = Path(__file__).parents[3] / "docs/machines/h100-cluster.yaml"
 
@@ -25,7 +25,7 @@ def read_cluster() -> Cluster:
 
 @functools.cache
 def make_config(name: str) -> PreTrainedConfig:
-    """A family's toy, or `8b`: Llama 3's shape of 8 B parameters."""
+    """The tiny config of a family, or `8b`: Llama 3's shape with 8 B parameters."""
     if name != "8b":
         return families.config(families.BY_NAME[name])
     return LlamaConfig(
@@ -35,8 +35,8 @@ def make_config(name: str) -> PreTrainedConfig:
 
 
 @functools.cache
-def make_job(name: str, world: int = 64, rows: int = 256, tokens: int = 4096) -> Job:
-    return job_of(make_config(name), read_cluster(), world, StepSize(rows, tokens), name=name)
+def request_of(name: str, world: int = 64, rows: int = 256, tokens: int = 4096) -> Request:
+    return make_request(make_config(name), read_cluster(), world, StepSize(rows, tokens), name=name)
 
 
 @pytest.fixture
@@ -50,5 +50,5 @@ def config() -> Callable[[str], PreTrainedConfig]:
 
 
 @pytest.fixture
-def job() -> Callable[..., Job]:
-    return make_job
+def requests() -> Callable[..., Request]:
+    return request_of

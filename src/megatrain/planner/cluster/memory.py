@@ -1,11 +1,17 @@
-"""Bytes of a pipeline rank on its GPU, line by line: as the engine holds them.
+"""GPU memory of a rank by purpose: the planner's estimate with activations, and the lower bound that `check` refuses by.
+
+[Note: what a rank holds]
+Masters, the optimizer's states and reduced gradients in fp32, sharded over the fsdp ranks: 16 bytes an element with AdamW. With
+a pipeline, parameters stay gathered in the compute dtype from the first forward to the last backward, and gradients of all
+microbatches are summed unreduced in fp32. These sums give way to the reduced gradients unit by unit, so at the worst moment,
+before the first reduction, only masters and moments are sharded. Without a pipeline, the edges (embedding, final norm, head)
+stay gathered, and beside them at most three layers: the current one, the next, and the one just left.
 
 [Note: activations]
-A layer that is recomputed holds its input. Any other holds what its eager backward reads: 1.7 times what a compiled
-one would save (planner/memory.py), split over the tensor ranks, but for the two gathered inputs of its column-wise
-products, which torch keeps whole. With context parallel there are gathered keys and values, and the mask in the
-compute type. How many microbatches are in flight is counted from the schedule's table. torch's stages own a receive
-buffer for each microbatch, forward and backward.
+A recomputed layer holds its input. Any other holds what its eager backward reads: 1.7 times what a compiled one would save
+(planner/memory.py), split over the tensor ranks, except for the two gathered inputs of its column-wise products, which torch
+keeps whole. Context parallel adds gathered keys and values, and the mask in the compute dtype. The number of microbatches in
+flight comes from the schedule's table. torch's stages own a receive buffer for each microbatch, forward and backward.
 """
 
 from __future__ import annotations
@@ -13,25 +19,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.engine.mesh import memory as mesh
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.pipeline_schedule import Action, action_table, peak_in_flight
-from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, Part
-from megatrain.planner.cluster.job import Job, Way
+from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, plan_parts
+from megatrain.models.structure import Structure
+from megatrain.optim.spec import OptimizerSpec
+from megatrain.planner.cluster.candidate import Candidate, Request
 from megatrain.planner.memory import BACKWARD_FACTOR, EAGER_FACTOR
 from megatrain.units import GIB
 
 PROCESS_BYTES = 3 * GIB
-"""CUDA context, NCCL's buffers, workspaces of kernels."""
+"""CUDA context, NCCL's buffers, kernel workspaces."""
 LOGIT_BYTES = 16
-"""Of a logit at the loss's worst moment: bf16 and fp32 values, probabilities, and both gradients."""
+"""Bytes of a logit at the loss's worst moment: bf16 and fp32 values, probabilities, and both gradients."""
 DEVICE_FRACTION = 0.95
-"""Of a GPU's memory; the rest is for the allocator's gaps."""
+"""Usable share of a GPU's memory; the rest is lost to fragmentation."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one pipeline rank."""
+    """Bytes of one pipeline rank, by purpose."""
 
     pipeline_rank: int
     lines: Mapping[str, float]
@@ -41,72 +48,155 @@ class RankMemory:
         return int(sum(self.lines.values()))
 
 
-def heaviest_rank(job: Job, way: Way) -> RankMemory:
-    """The pipeline rank that needs most. See [Note: what a rank holds] in engine/mesh/memory.py, and [Note: activations]."""
-    layout, parts = way.layout, job.inventory.parts(way.layout)
-    table = action_table(layout.schedule, layout.pipeline, layout.virtual, _enough(layout))
-    saved = [saved_by_layer(job, way, group) for group in range(len(job.inventory.groups))]
-    ranks = (
-        RankMemory(
-            rank, {**state_lines(job, way, parts, rank), **_activation_lines(job, way, parts, rank, actions, saved)}
+@dataclass(frozen=True)
+class Elements:
+    """Elements of a rank, after tensor parallel.
+
+    Attributes:
+        whole: Before FSDP shards them.
+        sharded: After it.
+        edges: Embedding, final norm and head on this rank, before FSDP.
+        largest: The largest layer, before FSDP.
+    """
+
+    whole: float
+    sharded: float
+    edges: float
+    largest: float
+
+
+def state_lines(pipeline: bool, held: Elements, compute_bytes: int, optim: OptimizerSpec) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer states by purpose; see [Note: what a rank holds].
+
+    Args:
+        pipeline: Whether there are pipeline ranks.
+        held: The rank's elements.
+        compute_bytes: Bytes of an element in forward and backward.
+        optim: The optimizer.
+    """
+    state_bytes = optim.bytes_per_parameter
+    if pipeline:
+        return {
+            f"masters, moments ({state_bytes} bytes, sharded)": state_bytes * held.sharded,
+            "gathered weights": compute_bytes * held.whole,
+            "gradient sums of gathered weights (fp32)": 4 * held.whole,
+            "gradients being reduced": (compute_bytes + 4) * held.largest,
+        }
+    return {
+        f"masters, moments, gradients ({state_bytes + 4} bytes, sharded)": (state_bytes + 4) * held.sharded,
+        "gathered weights": compute_bytes * (held.edges + 3 * held.largest),
+        "gradients being reduced": (compute_bytes + 4) * (held.edges + 2 * held.largest),
+    }
+
+
+def least_elements(structure: Structure, layout: Layout) -> list[Elements]:
+    """Elements of each pipeline rank if tensor parallel and FSDP divided everything evenly: a lower bound."""
+    sizes = [unit.layout.param_count for unit in structure.layers]
+    embedding, head = structure.embedding.layout.param_count, structure.head.layout.param_count
+    parts = plan_parts(structure, layout)
+    found = []
+    for rank in range(layout.pipeline):
+        own = [parts[stage] for stage in layout.stages_of(rank)]
+        layers = [sizes[i] for part in own for i in part.layers]
+        edges = sum(embedding * part.first + head * part.last for part in own)
+        whole = (edges + sum(layers)) / layout.tensor
+        found.append(Elements(whole, whole / layout.fsdp, edges / layout.tensor, max(layers) / layout.tensor))
+    return found
+
+
+def memory_problem(
+    structure: Structure, layout: Layout, device_bytes: int, compute_bytes: int, optim: OptimizerSpec
+) -> str | None:
+    """Why a layout's state cannot fit, not even counting activations, and what would; None if it fits.
+
+    Args:
+        structure: The model on meta.
+        layout: Resolved.
+        device_bytes: Memory of one GPU.
+        compute_bytes: Bytes of an element in forward and backward.
+        optim: The optimizer.
+    """
+    ranks = [state_lines(layout.pipeline > 1, held, compute_bytes, optim) for held in least_elements(structure, layout)]
+    rank = max(range(layout.pipeline), key=lambda r: sum(ranks[r].values()))
+    needed = sum(ranks[rank].values())
+    if needed <= device_bytes:
+        return None
+    lines = ", ".join(f"{name} {size / GIB:.1f}" for name, size in ranks[rank].items())
+    sharded = next(size for name, size in ranks[rank].items() if "sharded" in name)
+    fixed = needed - sharded
+    if fixed < device_bytes:
+        times = -(-sharded // (device_bytes - fixed))
+        fits = f"shard {int(layout.fsdp * times // layout.context)} or more would fit the state"
+    else:
+        fits = (
+            "use more tensor or pipeline ranks: the gathered parameters do not fit, however many ranks share the rest"
         )
-        for rank, actions in enumerate(table)
+    return (
+        f"pipeline rank {rank} needs {needed / GIB:.1f} GiB before any activation, a GPU has {device_bytes / GIB:.1f}: "
+        f"{lines} GiB; {fits}"
     )
+
+
+def state_bytes(request: Request, candidate: Candidate) -> float:
+    """Bytes of the heaviest pipeline rank without any activation: a lower bound that needs no table."""
+    ranks = range(candidate.layout.pipeline)
+    return max(sum(_held_lines(request, candidate, rank).values()) for rank in ranks)
+
+
+def heaviest_rank(request: Request, candidate: Candidate) -> RankMemory:
+    """Memory of the pipeline rank that needs the most. See [Note: what a rank holds] and [Note: activations]."""
+    layout = candidate.layout
+    # With this many microbatches, as many are in flight as ever are.
+    count = min(layout.microbatch_count, max(2 * layout.pipeline, layout.min_microbatches))
+    table = action_table(layout.schedule, layout.pipeline, layout.virtual, count)
+    saved = [saved_by_layer(request, candidate, group) for group in range(len(request.inventory.groups))]
+    ranks = []
+    for rank, actions in enumerate(table):
+        activations = _activation_lines(request, candidate, rank, actions, saved)
+        ranks.append(RankMemory(rank, {**_held_lines(request, candidate, rank), **activations}))
     worst = max(ranks, key=lambda memory: memory.nbytes)
     return RankMemory(worst.pipeline_rank, {name: int(size) for name, size in worst.lines.items() if size >= 1})
 
 
-def state_bytes(job: Job, way: Way) -> float:
-    """What the heaviest pipeline rank needs at least: its state without any activation. Needs no table."""
-    parts = job.inventory.parts(way.layout)
-    return max(sum(state_lines(job, way, parts, rank).values()) for rank in range(way.layout.pipeline))
-
-
-def _enough(layout: Layout) -> int:
-    """So many microbatches that no more of them are ever in flight."""
-    return min(layout.microbatch_count, max(2 * layout.pipeline, layout.min_microbatches))
-
-
-def state_lines(job: Job, way: Way, parts: Sequence[Part], rank: int) -> dict[str, float]:
-    """What is there whatever the batch: parameters, gradients, moments, and the process."""
-    layout, inventory = way.layout, job.inventory
-    own = [parts[stage] for stage in layout.stages_of(rank)]
-    sharded = sum(inventory.stage(part, layout.tensor, layout.fsdp) for part in own)
-    whole = sum(inventory.stage(part, layout.tensor, 1) for part in own)
-    largest = max(inventory.layer(g, layout.tensor, 1) for g in range(len(inventory.groups)))
-    edges = sum(inventory.edges(part.first, part.last, layout.tensor, 1) for part in own)
-    lines = mesh.state_lines(
-        layout.pipeline > 1, mesh.Held(whole, sharded, edges, largest), job.compute_bytes, job.optim
+def _held_lines(request: Request, candidate: Candidate, rank: int) -> dict[str, float]:
+    """Bytes that do not depend on the batch: parameters, gradients, optimizer states, and the process."""
+    layout, inventory = candidate.layout, request.inventory
+    own = inventory.own_parts(layout, rank)
+    held = Elements(
+        whole=inventory.rank(layout, rank, fsdp=1),
+        sharded=inventory.rank(layout, rank, layout.fsdp),
+        edges=sum(inventory.edges(part.first, part.last, layout.tensor, 1) for part in own),
+        largest=max(inventory.layer(g, layout.tensor, 1) for g in range(len(inventory.groups))),
     )
-    lines["process, NCCL"] = PROCESS_BYTES
-    return lines
+    lines = state_lines(layout.pipeline > 1, held, request.compute_bytes, request.optim)
+    return {**lines, "process, NCCL": PROCESS_BYTES}
 
 
 def _activation_lines(
-    job: Job, way: Way, parts: Sequence[Part], rank: int, actions: Sequence[Action], saved: Sequence[float]
+    request: Request, candidate: Candidate, rank: int, actions: Sequence[Action], saved: Sequence[float]
 ) -> dict[str, float]:
-    """What comes with the batch. See [Note: activations].
+    """Bytes that depend on the batch. See [Note: activations].
 
     Args:
-        parts: Of all stages.
         actions: The rank's row of the schedule's table.
-        saved: By template group, what a layer saves of a microbatch.
+        saved: Bytes that a layer saves of a microbatch, by template group.
     """
-    layout, shape = way.layout, job.inventory.shape
-    own = [parts[stage] for stage in layout.stages_of(rank)]
-    tokens = way.tokens(job.step)
-    sent = tokens * shape.hidden * job.compute_bytes / layout.tensor
-    left = [0.0] * layout.stages  # by a microbatch's forward
+    layout, shape = candidate.layout, request.inventory.shape
+    own = request.inventory.own_parts(layout, rank)
+    tokens = candidate.tokens(request.step)
+    sent = request.hidden_bytes(candidate) / layout.tensor
+    held = [0.0] * layout.stages  # by one microbatch between its forward and its backward
     for part in own:
-        kept = sent * len(part.layers) if way.recompute else sum(saved[shape.groups[i]] for i in part.layers)
-        left[part.index] = kept
-    lines = {"activations of microbatches in flight": peak_in_flight(actions, left)}
+        kept = sent * len(part.layers) if candidate.recompute else sum(saved[shape.groups[i]] for i in part.layers)
+        held[part.index] = kept
+    lines = {"activations of microbatches in flight": peak_in_flight(actions, held)}
     backward = BACKWARD_FACTOR * max(saved[shape.groups[i]] for part in own for i in part.layers)
-    if not way.recompute:  # its own share is among those in flight
+    if not candidate.recompute:  # its own share is among those in flight
         backward *= 1.0 - 1.0 / BACKWARD_FACTOR
     lines["one layer's backward"] = backward + 2 * sent
     if any(part.last for part in own):
-        lines["logits"] = LOGIT_BYTES * _logits_at_once(job, way)
+        at_once = min(tokens, HEAD_CHUNK_TOKENS) if layout.tensor == 1 else tokens
+        lines["logits"] = LOGIT_BYTES * (at_once * shape.vocabulary / layout.tensor)
     if layout.pipeline > 1:
         ends = sum((not part.first) + (not part.last) for part in own)
         lines["receive buffers of the pipeline"] = ends * layout.microbatch_count * sent
@@ -114,24 +204,16 @@ def _activation_lines(
     return lines
 
 
-def saved_by_layer(job: Job, way: Way, group: int) -> float:
+def saved_by_layer(request: Request, candidate: Candidate, group: int) -> float:
     """Bytes that a layer saves for its backward, of one microbatch on one rank. See [Note: activations]."""
-    layout, shape, tokens = way.layout, job.inventory.shape, way.tokens(job.step)
-    eager = 1.0 if job.compiled(layout) else EAGER_FACTOR
-    width = shape.hidden * job.compute_bytes
-    saved = shape.costs[group].saved_bytes.at(job.step.tokens) * job.compute_bytes / 2 * eager * tokens
-    gathered = 2 * width * tokens * (1.0 - 1.0 / layout.tensor)
+    layout, shape, tokens = candidate.layout, request.inventory.shape, candidate.tokens(request.step)
+    eager = 1.0 if request.compiled(layout) else EAGER_FACTOR
+    saved = shape.costs[group].saved_bytes.at(request.step.tokens) * request.compute_bytes / 2 * eager * tokens
+    gathered = 2 * (shape.hidden * request.compute_bytes) * tokens * (1.0 - 1.0 / layout.tensor)
     total = saved / layout.tensor + gathered
     if layout.context > 1:
-        row_tokens = tokens * layout.context // way.rows(job.step)
-        total += 2 * job.inventory.kv_width * tokens * layout.context * job.compute_bytes / layout.tensor
-        if job.practice.context_attention > 1.0:
-            total += tokens * row_tokens * job.compute_bytes
+        total += request.key_value_bytes(candidate)
+        if request.overheads.context_attention > 1.0:
+            row_tokens = tokens * layout.context // candidate.rows(request.step)
+            total += tokens * row_tokens * request.compute_bytes
     return total
-
-
-def _logits_at_once(job: Job, way: Way) -> float:
-    layout, tokens = way.layout, way.tokens(job.step)
-    if layout.tensor == 1:
-        tokens = min(tokens, HEAD_CHUNK_TOKENS)
-    return tokens * job.inventory.shape.vocabulary / layout.tensor

@@ -1,184 +1,235 @@
-"""`plan_cluster`: from a job to the best layouts, each checked against the engine's own code on a fake process group."""
+"""`plan_cluster`: from a request to its best layouts, each checked against the engine's own code on a fake process group.
+
+`megatrain plan RUN.yaml --machine CLUSTER.yaml --world N` calls `plan_cluster_run`.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megatrain.config.schema import ParallelConfig, RunConfig
 from megatrain.engine.mesh.layout import Layout, whole_attention
-from megatrain.errors import PlanRefused
-from megatrain.planner.cluster.job import Job, Way
-from megatrain.planner.cluster.judge import Verdict, allowed_bytes, judge
+from megatrain.errors import PlanRefused, UserError
+from megatrain.machine.machine import Cluster, load_cluster
+from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
+from megatrain.models.structure import dissect
+from megatrain.planner.choice import StepSize
+from megatrain.planner.cluster.candidate import Candidate, Overheads, Request
+from megatrain.planner.cluster.estimate import Estimate, allowed_bytes, evaluate
+from megatrain.planner.cluster.inventory import Inventory, count_on_fake_group
 from megatrain.planner.cluster.memory import heaviest_rank
-from megatrain.planner.cluster.search import Found, search
-from megatrain.planner.cluster.shards import count_on_fake_group
+from megatrain.planner.cluster.search import SearchResult, search
+from megatrain.planner.model_cost import shape_of
+from megatrain.planner.run import warnings_of
 from megatrain.units import abbreviated, counted, gib, size_lines
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 CHECKED = 3
-"""Of the best layouts so many are built on a fake process group; each takes a second or two."""
+"""The best layouts that are built on a fake process group; each takes a second or two."""
 
 WHOLE_ATTENTION = "heads do not divide by tensor: every rank computes the whole attention, which is not counted here"
 
 
 @dataclass(frozen=True)
-class Yours:
-    """The layout that the run's file gives.
+class OwnLayout:
+    """The layout in the run's file.
 
     Attributes:
-        verdict: None where it cannot run.
-        problems: Why it cannot, memory included; empty where it can.
-        note: What the verdict leaves out, if anything.
+        estimate: None if it cannot run.
+        problems: Why it cannot, memory included; empty if it can.
+        note: What the estimate leaves out, if anything.
     """
 
-    layout: Layout
-    verdict: Verdict | None
+    estimate: Estimate | None
     problems: tuple[str, ...]
     note: str | None = None
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The layouts of a job, best first.
+    """The layouts of a request, best first.
 
     Attributes:
-        found: Of the search.
-        yours: The file's own layout, None if it gives none.
-        elements: Parameters that the heaviest rank of the first `CHECKED` layouts holds, counted on a fake process group.
-        steps: Length of the run, None where it is not known.
-        warnings: Of what can be planned and not run, for people.
+        request: The model, step and cluster.
+        result: The search's.
+        own: The file's own layout; None if it gives none.
+        elements: Parameters on the heaviest rank of the first `CHECKED` layouts, counted on a fake process group.
+        steps: Length of the run; None if unknown.
+        warnings: Problems of a run that can be planned but not started.
     """
 
-    job: Job
-    found: Found
-    yours: Yours | None
+    request: Request
+    result: SearchResult
+    own: OwnLayout | None
     elements: tuple[int, ...]
     steps: int | None = None
     warnings: tuple[str, ...] = ()
 
     @property
-    def best(self) -> Verdict:
-        return self.found.best[0]
+    def best(self) -> Estimate:
+        return self.result.best[0]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        shape, yours = self.job.inventory.shape, self.yours
+        request, shape, own = self.request, self.request.inventory.shape, self.own
         return {
             "model": shape.name,
             "parameters": shape.parameters,
-            "cluster": self.job.cluster.name,
-            "world": self.job.world,
-            "rows": self.job.step.rows,
-            "tokens_per_row": self.job.step.tokens,
-            "tried": self.found.tried,
-            "fit": self.found.fit,
-            "refused": dict(self.found.refused),
+            "cluster": request.cluster.name,
+            "world": request.world,
+            "rows": request.step.rows,
+            "tokens_per_row": request.step.tokens,
+            "tried": self.result.tried,
+            "fit": self.result.fit,
+            "refused": dict(self.result.refused),
             "best": [
-                {**verdict.as_dict(), "counted_elements_of_heaviest_rank": elements}
-                for verdict, elements in itertools.zip_longest(self.found.best, self.elements)
+                {**estimate.as_dict(), "counted_elements_of_heaviest_rank": elements}
+                for estimate, elements in itertools.zip_longest(self.result.best, self.elements)
             ],
             "warnings": list(self.warnings),
-            "yours": None
-            if yours is None
-            else {"problems": list(yours.problems), "verdict": yours.verdict and yours.verdict.as_dict()},
+            "yours": own and {"problems": list(own.problems), "verdict": own.estimate and own.estimate.as_dict()},
         }
 
 
-def plan_cluster(
-    job: Job, config: Any, *, yours: Way | None = None, steps: int | None = None, count: int = 10
-) -> ClusterPlan:
-    """Search, judge, and check what is shown.
+def plan_cluster_run(run: RunConfig, *, machine_file: str | Path, world: int) -> ClusterPlan:
+    """Rank the layouts of a run. Reads the model's config but no weights; needs no GPU.
 
     Args:
-        config: The model's Hugging Face config.
-        yours: The file's own layout.
-        steps: Length of the run.
-        count: How many layouts are wanted.
+        run: The config. Its `parallel` section, if not empty, is evaluated beside the best.
+        machine_file: A cluster's file.
+        world: Number of GPUs.
 
     Raises:
-        PlanRefused: No layout fits; the message is the ledger of the one that comes nearest.
+        UserError: The model or the file is not usable, or the GPUs do not fill nodes.
+        PlanRefused: No layout fits.
     """
-    found = search(job, config, count)
-    if not found.best:
-        raise PlanRefused(_refusal(job, found))
-    elements = tuple(_checked_elements(job, verdict) for verdict in found.best[:CHECKED])
-    return ClusterPlan(job, found, look_at(job, config, yours) if yours else None, elements, steps)
-
-
-def _checked_elements(job: Job, verdict: Verdict) -> int:
-    """Elements of the heaviest rank: built as the engine builds it, and the same by formula."""
-    layout, rank = verdict.way.layout, verdict.memory.pipeline_rank
-    parts = job.inventory.parts(layout)
-    formula = sum(job.inventory.stage(parts[s], layout.tensor, layout.fsdp) for s in layout.stages_of(rank))
-    counted = count_on_fake_group(job.inventory.structure, layout, rank)
-    assert counted == formula, (layout, rank, counted, formula)
-    return counted
-
-
-def look_at(job: Job, config: Any, way: Way) -> Yours:
-    """A layout that somebody has chosen: judged, or refused with all reasons."""
-    problems = way.layout.problems(config, job.world, job.step.rows)
-    layout = way.layout if problems else way.layout.resolved(job.world)
-    if problems:
-        return Yours(layout, None, tuple(problems))
-    verdict = judge(job, Way(layout, way.recompute))
-    allowed = allowed_bytes(job)
-    if verdict.memory.nbytes > allowed:
-        problems.append(
-            f"pipeline rank {verdict.memory.pipeline_rank} needs {gib(verdict.memory.nbytes)} of {gib(allowed)}: "
-            + _ledger(verdict.memory.lines)
+    cluster = load_cluster(machine_file)
+    if world > cluster.gpus_per_node and world % cluster.gpus_per_node:
+        below = world // cluster.gpus_per_node * cluster.gpus_per_node
+        raise UserError(
+            f"{world} GPUs do not fill nodes of {cluster.gpus_per_node}",
+            "--world",
+            f"{below} or {below + cluster.gpus_per_node} would",
         )
+    folder = find_model_folder(run.model.path)
+    config = load_model_config(folder, run.model.trust_remote_code)
+    request = make_request(
+        config,
+        cluster,
+        world,
+        StepSize(run.rows_per_step, run.data.max_tokens),
+        name=folder.name,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    request = replace(
+        request,
+        overheads=Overheads(compiled="plain" if run.activations.compile == "auto" else "none"),
+        compute_bytes=4 if run.precision.compute_dtype == "fp32" else 2,
+        background=run.checkpoint.background,
+    )
+    plan = plan_cluster(request, config, own=_own_candidate(run, world), steps=run.schedule.steps)
+    return replace(plan, warnings=warnings_of(run, config))
+
+
+def make_request(
+    config: PreTrainedConfig,
+    cluster: Cluster,
+    world: int,
+    step: StepSize,
+    *,
+    name: str,
+    trust_remote_code: bool = False,
+) -> Request:
+    """The request of a model's config; builds the model on meta."""
+    meta = build_meta_model(config, compute_dtype=torch.float32, trust_remote_code=trust_remote_code)
+    shape = shape_of(config, name=name, trust_remote_code=trust_remote_code)
+    return Request(Inventory.of(dissect(meta), shape), cluster, world, step)
+
+
+def _own_candidate(run: RunConfig, world: int) -> Candidate | None:
+    """The file's `parallel` section; None if it is empty."""
+    if run.parallel == ParallelConfig():
+        return None
+    layout = Layout(**run.parallel.sizes_for(world))
+    keeping = ("keep", "auto") if layout.splits_backward else ("keep",)
+    return Candidate(layout, recompute=run.activations.policy not in keeping)
+
+
+def plan_cluster(
+    request: Request, config: Any, *, own: Candidate | None = None, steps: int | None = None, count: int = 10
+) -> ClusterPlan:
+    """Search, evaluate, and check the layouts that are shown.
+
+    Args:
+        request: The model, step and cluster.
+        config: The model's Hugging Face config.
+        own: The file's own layout.
+        steps: Length of the run.
+        count: Number of layouts wanted.
+
+    Raises:
+        PlanRefused: No layout fits; the message has the memory breakdown of the nearest one.
+    """
+    result = search(request, config, count)
+    if not result.best:
+        raise PlanRefused(_refusal(request, result))
+    elements = tuple(_checked_elements(request, estimate) for estimate in result.best[:CHECKED])
+    return ClusterPlan(request, result, evaluate_own(request, config, own) if own else None, elements, steps)
+
+
+def _checked_elements(request: Request, estimate: Estimate) -> int:
+    """Elements of the heaviest rank, built as the engine builds it; asserts that the formula agrees."""
+    layout, rank = estimate.candidate.layout, estimate.memory.pipeline_rank
+    formula = request.inventory.rank(layout, rank, layout.fsdp)
+    found = count_on_fake_group(request.inventory.structure, layout, rank)
+    assert found == formula, (layout, rank, found, formula)
+    return found
+
+
+def evaluate_own(request: Request, config: Any, candidate: Candidate) -> OwnLayout:
+    """Evaluate a user's own layout, or collect all reasons why it cannot run."""
+    if problems := candidate.layout.problems(config, request.world, request.step.rows):
+        return OwnLayout(None, tuple(problems))
+    layout = candidate.layout.resolved(request.world)
+    estimate = evaluate(request, replace(candidate, layout=layout))
+    memory, allowed = estimate.memory, allowed_bytes(request)
+    if memory.nbytes > allowed:
+        needs = f"pipeline rank {memory.pipeline_rank} needs {gib(memory.nbytes)} of {gib(allowed)}"
+        problems.append(f"{needs}: {_largest(memory.lines)}")
     whole = layout.tensor > 1 and whole_attention(config, layout.tensor)
-    return Yours(layout, verdict, tuple(problems), WHOLE_ATTENTION if whole else None)
+    return OwnLayout(estimate, tuple(problems), WHOLE_ATTENTION if whole else None)
 
 
-def _ledger(lines: Mapping[str, float]) -> str:
+def _largest(lines: Mapping[str, float]) -> str:
     largest = sorted(lines.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in largest[:4])
 
 
-def _refusal(job: Job, found: Found) -> str:
-    shape, step = job.inventory.shape, job.step
+def _refusal(request: Request, result: SearchResult) -> str:
+    """No layout fits: the reasons counted, the nearest layout with its memory breakdown, and how to reduce it."""
+    shape, step, allowed = request.inventory.shape, request.step, allowed_bytes(request)
     text = [
         f"{shape.name} ({abbreviated(shape.parameters)} parameters), {counted(step.rows, 'row')} x "
-        f"{counted(step.tokens, 'token')} a step: no layout fits {job.world} GPUs of {job.cluster.name}"
+        f"{counted(step.tokens, 'token')} a step: no layout fits {request.world} GPUs of {request.cluster.name}"
     ]
-    text += [f"  {count:>7,} refused: {why}" for why, count in found.refused.most_common()]
-    if found.nearest is not None:
-        way, memory = found.nearest, heaviest_rank(job, found.nearest)
-        text.append(f"  nearest: {layout_words(way)}; {gib(memory.nbytes)} of {gib(allowed_bytes(job))}")
-        text += size_lines(memory.lines)
-        state = (job.optim.bytes_per_parameter + 4) * shape.parameters
-        text.append("  ways down:")
-        text.append(
-            f"    - more GPUs: masters, moments and gradients alone are {gib(state)}, "
-            f"{-(-state // allowed_bytes(job))} GPUs full"
-        )
-        text.append(
-            "    - shorter rows (data.max_tokens), or fewer tokens a step: activations and logits shrink with them"
-        )
-    else:
-        text.append("  ways down: change batch.tokens_per_step or --world so that rows and GPUs divide")
+    text += [f"  {count:>7,} rejected: {why}" for why, count in result.refused.most_common()]
+    if result.nearest is None:
+        return "\n".join([*text, "  change batch.tokens_per_step or --world so that rows and GPUs divide"])
+    memory = heaviest_rank(request, result.nearest)
+    state = (request.optim.bytes_per_parameter + 4) * shape.parameters
+    text.append(f"  nearest: {result.nearest}; {gib(memory.nbytes)} of {gib(allowed)}")
+    text += size_lines(memory.lines)
+    text += [
+        "  to reduce memory:",
+        f"    - more GPUs: masters, moments and gradients alone take {gib(state)}, which fills {-(-state // allowed)} GPUs",
+        "    - shorter rows (data.max_tokens), or fewer tokens a step: activations and logits shrink with them",
+    ]
     return "\n".join(text)
-
-
-def layout_words(way: Way) -> str:
-    """A way in one line."""
-    layout = way.layout
-    names = [
-        f"{name} {size}"
-        for name, size in (
-            ("tensor", layout.tensor),
-            ("pipeline", layout.pipeline),
-            ("context", layout.context),
-            ("replicate", layout.replicate),
-            ("shard", layout.shard),
-        )
-        if size != 1
-    ]
-    if layout.pipeline > 1:
-        names.append(layout.schedule + (f" x{layout.virtual}" if layout.virtual > 1 else ""))
-    names.append("1 microbatch" if layout.microbatch_count == 1 else f"{layout.microbatch_count} microbatches")
-    names.append("recompute" if way.recompute else "keep")
-    return ", ".join(names)

@@ -1,9 +1,9 @@
-"""Which layouts a job can have, and the best of them.
+"""Enumerates the candidates of a request and finds the best.
 
-Tried are all sizes that divide the world: tensor groups inside a node, any number of pipeline ranks and virtual
-stages, each schedule, context groups where rows are long, data ranks sharded or in replicas, microbatches of a few
-rows, layers recomputed or kept. What `Layout.problems` refuses is counted by reason, so is what does not fit the
-memory. Of the rest the textbook's estimate picks `PLAYED` of each kind, whose tables are played through.
+Tried are all sizes that divide the world: tensor groups inside a node, any number of pipeline ranks and virtual stages, each
+schedule, context groups for long rows, data ranks sharded or in replicas, microbatches of a few rows, layers recomputed or kept.
+Candidates that `Layout.problems` rejects are counted by reason, and so are those that do not fit. Of the rest, the textbook's
+formula picks `PLAYED` of each kind, whose tables are played.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any
 from megatrain.engine.mesh.layout import SCHEDULES, Layout, dropout_keys, whole_attention
 from megatrain.engine.mesh.stage_check import verify_family_cut
 from megatrain.errors import UserError
-from megatrain.planner.cluster.job import Job, Way
-from megatrain.planner.cluster.judge import Verdict, allowed_bytes, estimate, judge
+from megatrain.planner.cluster.candidate import Candidate, Request
+from megatrain.planner.cluster.estimate import Estimate, allowed_bytes, evaluate, quick_step_s
 from megatrain.planner.cluster.memory import RankMemory, heaviest_rank, state_bytes
 
-MOST_ROWS = 8
-"""Of a microbatch."""
-MOST_VIRTUAL = 8
-LEAST_CONTEXT_TOKENS = 4096
-"""A context rank has at least so many tokens of a row."""
+MAX_ROWS = 8
+"""Rows of a microbatch."""
+MAX_VIRTUAL = 8
+MIN_CONTEXT_TOKENS = 4096
+"""Tokens of a row on each context rank."""
 PLAYED = 2
-"""Ways played through of each (tensor, pipeline, context, schedule)."""
+"""Candidates played of each (tensor, pipeline, context, schedule)."""
 KINDS_PLAYED = 24
-
 
 REASONS = {
     "cannot fill": "more stages than layers",
@@ -41,141 +40,141 @@ REASONS = {
     "would differ between": "dropout with tensor or context parallel",
     "cannot split layers": "layers that context parallel cannot split",
 }
-"""Words of a problem of `Layout.problems`, and what it is counted as."""
+"""Words of a problem of `Layout.problems` -> the reason it is counted as."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has found.
+class SearchResult:
+    """The outcome of a search.
 
     Attributes:
         best: Fastest first, one of each (tensor, pipeline, context, schedule).
-        tried, fit: Ways, and how many of them fit.
-        refused: Layouts by the reason they were refused for.
-        nearest: Of those that do not fit the memory, the one that comes nearest.
+        tried: Number of candidates.
+        fit: Candidates that fit.
+        refused: Number of candidates by the reason they were rejected for.
+        nearest: The candidate that comes nearest to fitting, of those that do not.
     """
 
-    best: tuple[Verdict, ...]
+    best: tuple[Estimate, ...]
     tried: int
     fit: int
     refused: Counter[str]
-    nearest: Way | None = None
+    nearest: Candidate | None = None
 
 
-def search(job: Job, config: Any, count: int = 10) -> Found:
-    """The best ways to run a job.
+def search(request: Request, config: Any, count: int = 10) -> SearchResult:
+    """Find the best candidates.
 
     Args:
+        request: The model, step and cluster.
         config: The model's Hugging Face config.
-        count: How many are wanted.
+        count: Number of candidates wanted.
     """
     refused: Counter[str] = Counter()
-    fitting: list[tuple[float, Way, RankMemory]] = []
-    tried, allowed = 0, allowed_bytes(job)
-    nearest: tuple[float, Way] | None = None
-    for way in ways(job, config, refused):
+    fitting: list[tuple[float, Candidate, RankMemory]] = []
+    tried, allowed = 0, allowed_bytes(request)
+    nearest: tuple[float, Candidate] | None = None
+    for candidate in candidates(request, config, refused):
         tried += 1
-        memory, least = None, state_bytes(job, way)
+        memory, least = None, state_bytes(request, candidate)
         if least <= allowed:
-            memory = heaviest_rank(job, way)
+            memory = heaviest_rank(request, candidate)
             least = memory.nbytes
         if memory is not None and least <= allowed:
-            fitting.append((estimate(job, way), way, memory))
+            fitting.append((quick_step_s(request, candidate), candidate, memory))
             continue
         refused["more memory than a GPU has"] += 1
         if nearest is None or least < nearest[0]:
-            nearest = least, way
+            nearest = least, candidate
     fitting.sort(key=lambda item: item[0])
-    kinds: dict[tuple[int, int, int, str], list[Verdict]] = {}
-    for _, way, memory in fitting:
-        kind = (way.layout.tensor, way.layout.pipeline, way.layout.context, way.layout.schedule)
+    kinds: dict[tuple[int, int, int, str], list[Estimate]] = {}
+    for _, candidate, memory in fitting:
+        layout = candidate.layout
+        kind = (layout.tensor, layout.pipeline, layout.context, layout.schedule)
         if kind not in kinds and len(kinds) >= KINDS_PLAYED:
             continue
         if len(kinds.setdefault(kind, [])) < PLAYED:
-            kinds[kind].append(judge(job, way, memory))
-    best = sorted((max(v, key=_merit) for v in kinds.values()), key=_merit, reverse=True)
-    return Found(tuple(best[:count]), tried, len(fitting), refused, nearest[1] if nearest else None)
+            kinds[kind].append(evaluate(request, candidate, memory))
+    best = sorted((max(estimates, key=_merit) for estimates in kinds.values()), key=_merit, reverse=True)
+    return SearchResult(tuple(best[:count]), tried, len(fitting), refused, nearest[1] if nearest else None)
 
 
-def _merit(verdict: Verdict) -> float:
-    return verdict.useful_tokens_per_s
+def _merit(estimate: Estimate) -> float:
+    return estimate.useful_tokens_per_s
 
 
-def ways(job: Job, config: Any, refused: Counter[str]) -> Iterator[Way]:
-    """All ways to run a job that `Layout.problems` lets pass; the others are counted."""
-    cannot_be_cut = _cannot_be_cut(config)
-    for layout in layouts(job):
-        if cannot_be_cut and layout.pipeline > 1:
+def candidates(request: Request, config: Any, refused: Counter[str]) -> Iterator[Candidate]:
+    """All candidates that `Layout.problems` accepts; the others are counted in `refused`."""
+    cuttable = _can_be_cut(config)
+    for layout in layouts(request):
+        if not cuttable and layout.pipeline > 1:
             refused["the family cannot be cut into pipeline stages"] += 1
             continue
         if layout.tensor > 1 and whole_attention(config, layout.tensor):
             refused["heads do not divide by tensor: every rank would compute the whole attention"] += 1
             continue
-        problems = layout.problems(config, job.world, job.step.rows)
-        for problem in problems:
-            refused[reason(problem)] += 1
-        if problems:
+        problems = layout.problems(config, request.world, request.step.rows)
+        refused.update(map(reason, problems))
+        if problems or (layout.splits_backward and dropout_keys(config.get_text_config())):
             continue
-        splits = layout.pipeline > 1 and layout.kind.splits_backward
-        if splits and dropout_keys(config.get_text_config()):
-            continue
-        yield Way(layout, recompute=False)
-        if not splits:
-            yield Way(layout, recompute=True)
+        yield Candidate(layout, recompute=False)
+        if not layout.splits_backward:
+            yield Candidate(layout, recompute=True)
 
 
-def _cannot_be_cut(config: Any) -> bool:
-    """Whether the family cannot be cut into stages; unproven ones are tried on a tiny copy, as the engine does."""
+def _can_be_cut(config: Any) -> bool:
+    """Whether the family can be cut into stages; untested ones are checked on a tiny copy, as the engine does."""
     try:
         verify_family_cut(config)
     except UserError:
-        return True
-    return False
+        return False
+    return True
 
 
-def layouts(job: Job) -> Iterator[Layout]:
-    """Every layout worth a look, checked or not."""
-    for tensor in divisors(min(job.cluster.gpus_per_node, job.world)):
-        for context in divisors(job.world // tensor):
-            if context > 1 and job.step.tokens // context < LEAST_CONTEXT_TOKENS:
+def layouts(request: Request) -> Iterator[Layout]:
+    """Every layout worth trying, unchecked."""
+    cluster, world, step, depth = request.cluster, request.world, request.step, request.inventory.shape.depth
+    for tensor in divisors(min(cluster.gpus_per_node, world)):
+        for context in divisors(world // tensor):
+            if context > 1 and step.tokens // context < MIN_CONTEXT_TOKENS:
                 break
-            for pipeline in divisors(job.world // (tensor * context)):
-                data = job.world // (tensor * context * pipeline)
-                if data > job.step.rows or pipeline > job.inventory.shape.depth:
+            for pipeline in divisors(world // (tensor * context)):
+                data = world // (tensor * context * pipeline)
+                if data > step.rows or pipeline > depth:
                     continue
-                for kind, virtual in _schedules(pipeline, job.inventory.shape.depth):
-                    layout = Layout(tensor, pipeline, virtual, context, 1, data, kind)
-                    for pieces in _pieces(job, layout):
-                        for replicate in _replicas(job, layout):
-                            yield replace(layout, replicate=replicate, shard=data // replicate, microbatches=pieces)
+                for schedule, virtual in _schedules(pipeline, depth):
+                    layout = Layout(tensor, pipeline, virtual, context, 1, data, schedule)
+                    for count in _microbatch_counts(request, layout):
+                        for replicate in _replicas(request, layout):
+                            yield replace(layout, replicate=replicate, shard=data // replicate, microbatches=count)
 
 
 def _schedules(pipeline: int, depth: int) -> Iterator[tuple[str, int]]:
-    """(name, virtual stages)."""
+    """(schedule, virtual stages)."""
     if pipeline == 1:
         yield "1f1b", 1
         return
     for kind in SCHEDULES.values():
         least, most = kind.virtual
-        for virtual in range(least, min(most or MOST_VIRTUAL, depth // pipeline) + 1):
+        for virtual in range(least, min(most or MAX_VIRTUAL, depth // pipeline) + 1):
             if kind.name != "zb1p" or virtual <= 2:
                 yield kind.name, virtual
 
 
-def _pieces(job: Job, layout: Layout) -> Iterator[int]:
-    """Microbatches whose rows are 1, 2, 4 ... MOST_ROWS."""
-    mine = -(-job.step.rows // layout.data)
+def _microbatch_counts(request: Request, layout: Layout) -> Iterator[int]:
+    """Numbers of microbatches with 1, 2, 4 ... MAX_ROWS rows each."""
+    own_rows = -(-request.step.rows // layout.data)
     rows = 1
-    while rows <= min(MOST_ROWS, mine):
-        pieces = -(-mine // rows)
-        if pieces >= replace(layout, microbatches=None).min_microbatches:
-            yield pieces
+    while rows <= min(MAX_ROWS, own_rows):
+        count = -(-own_rows // rows)
+        if count >= layout.min_microbatches:
+            yield count
         rows *= 2
 
 
-def _replicas(job: Job, layout: Layout) -> Iterator[int]:
-    """One copy; copies inside of which gradients stay in a node; copies of 8 and 64 data ranks."""
-    node = max(1, job.cluster.gpus_per_node // (layout.tensor * layout.context))
+def _replicas(request: Request, layout: Layout) -> Iterator[int]:
+    """Numbers of copies: one; copies whose gradients stay inside a node; copies of 8 and of 64 data ranks."""
+    node = max(1, request.cluster.gpus_per_node // (layout.tensor * layout.context))
     yield from sorted({layout.data // shard for shard in (layout.data, node, 8, 64) if layout.data % shard == 0})
 
 
@@ -185,7 +184,4 @@ def divisors(number: int) -> list[int]:
 
 def reason(problem: str) -> str:
     """A layout's problem without its numbers, for counting."""
-    for words, short in REASONS.items():
-        if words in problem:
-            return short
-    return problem
+    return next((short for words, short in REASONS.items() if words in problem), problem)

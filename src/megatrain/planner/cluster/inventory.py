@@ -1,11 +1,10 @@
-"""How many elements of which parameter a rank holds, by the engine's own code on a fake process group.
+"""How many elements of each parameter a rank holds, from the engine's own code on a fake process group.
 
 [Note: a fake group]
-torch's fake process group has any number of ranks and sends nothing. On it, with parameters on meta, the engine's
-`cut`, `parallelize` and `shard` run as they will run in earnest, for any rank of any world, on a laptop.
-`Inventory.of` asks them once which dimension of each parameter tensor parallel cuts; counts for a thousand layouts
-follow by `box_of`, the engine's own formula. `count_on_fake_group` builds a rank of one layout for real, and is
-compared with the formula for every layout that a plan shows.
+torch's fake process group has any number of ranks and sends nothing. On it, with parameters on meta, the engine's `cut`,
+`parallelize` and `shard` run as in a real run, for any rank of any world, on a laptop. `Inventory.of` asks them once along which
+dimension tensor parallel splits each parameter; counts for a thousand layouts follow from `box_of`, the engine's own formula.
+`count_on_fake_group` builds a rank of one layout for real and is compared with the formula for every layout that a plan shows.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatrain.engine.mesh.data_parallel import Devices, box_of, local, local_parameters, mesh_of, shard
+from megatrain.engine.mesh.data_parallel import BF16_POLICY, Devices, box_of, local, local_parameters, mesh_of, shard
 from megatrain.engine.mesh.layout import Coordinate, Layout
 from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts
 from megatrain.engine.mesh.tensor_parallel import parallelize
@@ -31,12 +29,10 @@ from megatrain.planner.model_cost import ModelShape
 
 T = TypeVar("T")
 
-BF16_OVER_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-
 
 @dataclass(frozen=True)
-class Piece:
-    """A parameter: its shape, and the dimension that tensor parallel cuts, None for none."""
+class ParameterSplit:
+    """A parameter's shape, and the dimension along which tensor parallel splits it; None: it does not."""
 
     shape: tuple[int, ...]
     tensor_dim: int | None
@@ -44,38 +40,37 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Inventory:
-    """A model's shape and the parameters of its units.
+    """A model's costs and the parameters of its units.
 
     Attributes:
         shape: What its layers cost.
-        structure: The model on meta, taken apart; parameters in fp32.
-        groups: Pieces of a layer of each template group.
-        embedding, head: Pieces of the edges; `tied` is what a last stage of its own holds besides, a copy of the embedding.
-        kv_width: Elements of keys and of values per token.
+        structure: The dissected model on meta, with fp32 parameters.
+        groups: Parameters of a layer of each template group.
+        embedding, head: Parameters of the edges.
+        tied: Parameters that a last stage holds in addition if it does not hold the embedding: a copy of it.
+        kv_width: Elements of keys, and of values, per token.
     """
 
     shape: ModelShape
     structure: Structure
-    groups: tuple[tuple[Piece, ...], ...]
-    embedding: tuple[Piece, ...]
-    head: tuple[Piece, ...]
-    tied: tuple[Piece, ...]
+    groups: tuple[tuple[ParameterSplit, ...], ...]
+    embedding: tuple[ParameterSplit, ...]
+    head: tuple[ParameterSplit, ...]
+    tied: tuple[ParameterSplit, ...]
     kv_width: int
-    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    _cached: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, structure: Structure, shape: ModelShape) -> Inventory:
-        """Of a model.
-
-        Args:
-            structure: The model on meta, taken apart.
-            shape: Of the same model.
-        """
+        """The inventory of a dissected model on meta, with its costs."""
         samples = [shape.groups.index(group) for group in sorted(set(shape.groups))]
         dims = _tensor_dims(structure, samples)
 
-        def pieces(unit: Unit) -> tuple[Piece, ...]:
-            return tuple(_piece(structure, name, dims) for _, name in unit.full_names())
+        def split(name: str) -> ParameterSplit:
+            return ParameterSplit(tuple(structure.model.get_parameter(name).shape), dims.get(name))
+
+        def splits(unit: Unit) -> tuple[ParameterSplit, ...]:
+            return tuple(split(name) for _, name in unit.full_names())
 
         config = structure.model.config.get_text_config()  # type: ignore[union-attr]
         heads = getattr(config, "num_attention_heads", 1)
@@ -83,10 +78,10 @@ class Inventory:
         return cls(
             shape=shape,
             structure=structure,
-            groups=tuple(pieces(structure.layers[index]) for index in samples),
-            embedding=pieces(structure.embedding),
-            head=pieces(structure.head),
-            tied=tuple(_piece(structure, owner, dims) for owner in set(structure.tied.values())),
+            groups=tuple(splits(structure.layers[index]) for index in samples),
+            embedding=splits(structure.embedding),
+            head=splits(structure.head),
+            tied=tuple(split(owner) for owner in set(structure.tied.values())),
             kv_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
         )
 
@@ -97,42 +92,51 @@ class Inventory:
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """The layers of each stage, as the engine splits them."""
-        return self._once(
-            ("parts", layout.stages, layout.stage_layers), lambda: tuple(plan_parts(self.structure, layout))
-        )
+        key = ("parts", layout.stages, layout.stage_layers)
+        return self._once(key, lambda: tuple(plan_parts(self.structure, layout)))
+
+    def own_parts(self, layout: Layout, pipeline_rank: int) -> list[Part]:
+        """The stages of a pipeline rank."""
+        parts = self.parts(layout)
+        return [parts[stage] for stage in layout.stages_of(pipeline_rank)]
+
+    # Elements below are those of the first rank of a tensor and fsdp group, which has the most. fsdp 1: before FSDP shards them.
 
     def layer(self, group: int, tensor: int, fsdp: int) -> int:
-        """Elements of a layer on the first rank, which has the most."""
+        """Elements of a layer of a template group."""
         return self._once((group, tensor, fsdp), lambda: _elements(self.groups[group], tensor, fsdp))
 
     def edges(self, first: bool, last: bool, tensor: int, fsdp: int) -> int:
-        """Elements of what a stage holds beside its layers, on the first rank."""
-        held: list[Piece] = [*(self.embedding if first else ()), *(self.head if last else ())]
+        """Elements that a stage holds beside its layers."""
+        held = [*(self.embedding if first else ()), *(self.head if last else ())]
         if last and not first:
             held += self.tied
         return self._once((first, last, tensor, fsdp), lambda: _elements(held, tensor, fsdp))
 
     def stage(self, part: Part, tensor: int, fsdp: int) -> int:
-        """Elements of a stage on the first rank of its tensor and fsdp groups."""
+        """Elements of a stage."""
         layers = sum(self.layer(self.shape.groups[i], tensor, fsdp) for i in part.layers)
         return layers + self.edges(part.first, part.last, tensor, fsdp)
 
+    def rank(self, layout: Layout, pipeline_rank: int, fsdp: int) -> int:
+        """Elements of a pipeline rank, all its stages together."""
+        return sum(self.stage(part, layout.tensor, fsdp) for part in self.own_parts(layout, pipeline_rank))
+
     def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
 
 
-def _piece(structure: Structure, name: str, dims: dict[str, int | None]) -> Piece:
-    return Piece(tuple(structure.model.get_parameter(name).shape), dims.get(name))
-
-
-def _elements(pieces: Sequence[Piece], tensor: int, fsdp: int) -> int:
-    return sum(math.prod(box_of(p.shape, p.tensor_dim, (0, tensor), (0, fsdp)).sizes) for p in pieces)
+def _elements(splits: Sequence[ParameterSplit], tensor: int, fsdp: int) -> int:
+    return sum(math.prod(box_of(p.shape, p.tensor_dim, (0, tensor), (0, fsdp)).sizes) for p in splits)
 
 
 def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int | None]:
-    """Which dimension of each parameter tensor parallel cuts; of the layers only of the samples. Empty where it cannot."""
+    """The dimension along which tensor parallel splits each parameter of the edges and of the sampled layers.
+
+    Empty if it cannot split the model; `Layout.problems` says so by name.
+    """
     dims: dict[str, int | None] = {}
     with fake_group(2, 0):
         mesh = mesh_of(Layout(tensor=2, shard=1), "cpu")["tensor"]
@@ -142,7 +146,7 @@ def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int 
             try:
                 parallelize(stage, structure, mesh)
             except UserError:
-                return {}  # the layout says so, by name
+                return {}
             for name, _ in stage.model.named_parameters(remove_duplicate=False):
                 dims[name] = stage.split[name][0] if name in stage.split else None
     return dims
@@ -151,7 +155,7 @@ def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int 
 @contextlib.contextmanager
 def fake_group(world: int, rank: int) -> Iterator[None]:
     """A process group of `world` ranks that sends nothing, seen from one of them; see [Note: a fake group]."""
-    assert not dist.is_initialized(), "a plan is not made by a rank of a run"
+    assert not dist.is_initialized(), "a rank of a run does not plan"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -160,12 +164,12 @@ def fake_group(world: int, rank: int) -> Iterator[None]:
 
 
 def count_on_fake_group(structure: Structure, layout: Layout, pipeline_rank: int) -> int:
-    """Elements that the first rank of a pipeline rank holds, after building its stages as the engine does."""
+    """Elements held by the first rank of a pipeline rank, counted after building its stages as the engine does."""
     at = Coordinate(pipeline_rank, 0, 0, 0, 0)
     with fake_group(layout.world, layout.rank(at)):
         world = dist.group.WORLD
         assert world is not None
-        # the groups beside the mesh hold no parameters
+        # The other groups hold no parameters.
         devices = Devices(layout, at, torch.device("meta"), mesh_of(layout, "cpu"), None, None, save_group=world)
         held = 0
         parts = plan_parts(structure, layout)
@@ -173,6 +177,6 @@ def count_on_fake_group(structure: Structure, layout: Layout, pipeline_rank: int
             stage = Stage(cut(structure.model, structure, parts[index]), structure, parts[index], layout.tensor)
             if layout.tensor > 1:
                 parallelize(stage, structure, devices.mesh["tensor"])
-            shard(stage, devices, BF16_OVER_FP32, keep_unsharded=layout.pipeline > 1)
+            shard(stage, devices, BF16_POLICY, keep_unsharded=layout.pipeline > 1)
             held += sum(local(p).numel() for p in local_parameters(stage).values())
     return held
