@@ -42,7 +42,7 @@ class Bad(NamedTuple):
 
 BAD = [
     # the file
-    Bad("empty file", GOOD, "", "run.yaml", "should hold the sections model, data, batch, run, ...; found nothing"),
+    Bad("empty file", GOOD, "", "run.yaml", "should contain the sections model, data, batch, run, ...; found nothing"),
     Bad("a list", GOOD, "- model\n- data\n", "run.yaml", "found a list"),
     Bad("a sentence", GOOD, "train the model", "run.yaml", "found a str"),
     Bad("broken indentation", "  max_tokens", "   max_tokens", "run.yaml:5", "check indentation, colons and quotes"),
@@ -87,7 +87,7 @@ BAD = [
     ),
     Bad("an empty path", "path: model", "path: ''", "run.yaml:2 model.path", "should be a text that is not empty"),
     *(
-        Bad(f"a NUL in {place}", old, new, place, "has a NUL character in it, which no path can have")
+        Bad(f"a NUL in {place}", old, new, place, "must not contain a NUL character")
         for old, new, place in [
             ("dir: run", 'dir: "r\\0n"', "run.yaml:13 run.dir"),
             ("path: model", 'path: "\\0"', "run.yaml:2 model.path"),
@@ -162,11 +162,11 @@ BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in rang
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a0: &a0 [x]\n" + BOMB + GOOD, "stands for more than 100,000 values"),
+        ("a0: &a0 [x]\n" + BOMB + GOOD, "expands to more than 100,000 values"),
         (GOOD.replace("texts.jsonl", "[" * 110 + "]" * 110), "is nested more than 100 levels deep"),
         (GOOD.replace("texts.jsonl", "[" * 3000 + "]" * 3000), "is nested too deeply"),
         ("".join("  " * depth + "a:\n" for depth in range(1500)), "is nested too deeply"),
-        (GOOD + "#" * (5 << 20), "too many for a config"),
+        (GOOD + "#" * (5 << 20), "too large for a config"),
     ],
     ids=["nested aliases", "brackets", "many brackets", "indentation", "a data file"],
 )
@@ -190,7 +190,7 @@ def test_a_bomb_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "run.yaml").write_text(GOOD)
     bomb = "{a0: &a0 [x], " + ", ".join(BOMB.splitlines()) + "}"
     assert main(["check", str(tmp_path / "run.yaml"), "--data.train", bomb]) == 2
-    assert "--data.train: stands for more than 100,000 values" in capsys.readouterr().err
+    assert "--data.train: expands to more than 100,000 values" in capsys.readouterr().err
 
 
 def test_all_faults_of_a_config_are_said_at_once(
@@ -213,7 +213,7 @@ def test_all_faults_of_a_config_are_said_at_once(
         (["--learning_rate", "1"], 'did you mean "--optim.learning_rate"?'),
         (["--optim.learning_rate"], "write --optim.learning_rate VALUE"),
         (["--data.train.3.path", "a"], "count from 0"),
-        (["--model.path.x", "a"], "which has no parts"),
+        (["--model.path.x", "a"], "which has no keys"),
         (["--data.packing", "maybe"], "--data.packing"),
     ],
 )

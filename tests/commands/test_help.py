@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.commands.main import main
 from megatrain.commands.parser import parser
-from megatrain.config.help import MAIN_KEYS, section_names
+from megatrain.config.docs import MAIN_KEYS, section_names
 from megatrain.config.load import fields
 
 

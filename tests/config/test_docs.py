@@ -57,7 +57,7 @@ def test_stale_documents_are_found_and_written(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / docs.SCHEMA).write_text("{}")
     capsys.readouterr()
     assert docs.main([*words, "--check"]) == 1
-    assert capsys.readouterr().out == f"{docs.SCHEMA} is not fresh\n"
+    assert capsys.readouterr().out == f"{docs.SCHEMA} is out of date\n"
 
 
 def test_the_schema_is_a_schema() -> None:

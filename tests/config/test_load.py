@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.config.help import describe_keys
+from megatrain.config.docs import describe_keys
 from megatrain.config.load import dump_config, fields, load_config, split_overrides, suggest_key
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
@@ -171,7 +171,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
 
 def test_a_missing_key_says_what_belongs_there() -> None:
     text = problem({**SMALLEST, "batch": None})
-    assert "batch.tokens_per_step: missing; tokens of one optimizer step" in text
+    assert "batch.tokens_per_step: missing; tokens per optimizer step" in text
     assert "run: missing; a section with dir" in problem({key: SMALLEST[key] for key in ("model", "data", "batch")})
 
 

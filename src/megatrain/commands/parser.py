@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         text = super().format_help()
         if self.get_default("takes_keys"):
-            from megatrain.config.help import MAIN_KEYS, describe_keys, section_names
+            from megatrain.config.docs import MAIN_KEYS, describe_keys, section_names
 
             sections = textwrap.fill(", ".join(section_names()), 100)
             text += _KEYS.format(keys=describe_keys(only=MAIN_KEYS), sections=sections)
@@ -94,7 +94,7 @@ class _HelpAll(argparse.Action):
     """`--help-all [SECTION]`: every key, or those of a section, and nothing else happens."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        from megatrain.config.help import describe_keys, section_names
+        from megatrain.config.docs import describe_keys, section_names
 
         if values is not None and values not in section_names():
             parser.error(f"argument --help-all: {values!r} is no section; use one of {', '.join(section_names())}")

@@ -1,10 +1,14 @@
-"""From a YAML file and overrides to a RunConfig, with every problem in one error.
+"""Load a config: from a YAML file and overrides to a RunConfig, with all problems in one error.
 
     YAML 1.2 file --> plain data + line of each key --> overrides written into the data --> one pydantic validation
 
-A problem is shown with its place: `run.yaml:14 batch.tokens_per_step: ...; did you mean "..."?`, or `--batch.x: ...`
-where the value came from an override. Relative paths in a config are relative to the current directory, not to the
-file, so that a config can be copied into the run's folder and still mean the same.
+A problem is shown with its place: `run.yaml:14 batch.tokens_per_step: ...; did you mean "..."?`, or `--batch.x: ...` if the
+value came from an override. Relative paths in a config are relative to the current directory, not to the file, so a config can
+be copied into the run's folder and keep its meaning.
+
+Why not a library: pydantic-settings, jsonargparse and tyro were tried. They could replace the parsing of options, about a tenth
+of this file. None of them knows the line of a key in the file, reports an unknown option with a suggestion and together with all
+other problems, or overrides one item of `data.train`.
 """
 
 from __future__ import annotations
@@ -29,9 +33,9 @@ from megatrain.config import schema
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 
-Loc = tuple[str | int, ...]  # where a value stands: ("data", "train", 0, "path")
+Loc = tuple[str | int, ...]  # path of a value: ("data", "train", 0, "path")
 
-# What other trainers, or earlier versions, call a setting -> what it is called here.
+# Names of keys in other trainers and in earlier versions -> the key here.
 _ALIASES = {
     "windows": "batch.accumulation_steps",
     "chunk_rows": "batch.microbatch_rows",
@@ -72,7 +76,7 @@ class Override:
 
     loc: Loc
     text: str
-    flag: str  # as the user wrote it, for messages
+    flag: str  # as written, for messages
 
 
 @dataclass
@@ -80,16 +84,16 @@ class _Document:
     """A config before validation."""
 
     data: dict[str, Any]
-    name: str  # what messages call the file
-    lines: dict[Loc, int] = field(default_factory=dict)  # 1-based line of each key and list item
+    name: str  # of the file, for messages
+    lines: dict[Loc, int] = field(default_factory=dict)  # line of each key and list item, from 1
     flags: dict[Loc, str] = field(default_factory=dict)  # values that came from an override
 
     def line(self, loc: Loc) -> int:
-        """Line of the nearest key that the file has; 0 where there is none."""
+        """Line of the nearest key that is in the file, or 0."""
         return next((self.lines[loc[:end]] for end in range(len(loc), 0, -1) if loc[:end] in self.lines), 0)
 
     def place(self, loc: Loc) -> str:
-        """`run.yaml:14 batch.tokens_per_step`, with the line of the nearest key that the file really has."""
+        """`run.yaml:14 batch.tokens_per_step`, with the line of the nearest key that is in the file."""
         dotted = ".".join(map(str, loc))
         for end in range(len(loc), 0, -1):
             if flag := self.flags.get(loc[:end]):
@@ -102,17 +106,17 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """Read, override and validate a config.
 
     Args:
-        source: A YAML file, or the same as nested dicts.
+        source: A YAML file, or its content as nested dicts.
         overrides: Command line words: `--optim.learning_rate 2e-5`, `--optim.learning-rate=2e-5` or
             `optim.learning_rate=2e-5`. Values are YAML.
 
     Raises:
         UserError: The file cannot be read, or the config is wrong; the message lists all problems.
     """
-    document = _from_mapping(source) if isinstance(source, Mapping) else _from_file(Path(source))
+    document = _Document(_plain(source), "config") if isinstance(source, Mapping) else _from_file(Path(source))
     given, rest = split_overrides(overrides)
     if rest:
-        raise UserError(f"not an override: {rest[0]!r}", remedy="write --section.key value")
+        raise UserError(f"not an override: {rest[0]!r}", remedy="write --section.key VALUE")
     for override in given:
         _apply(override, document)
     try:
@@ -122,13 +126,13 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def dump_config(run: RunConfig) -> str:
-    """The whole config with all defaults filled in, as YAML; `load_config` reads it back to an equal RunConfig."""
+    """The config with all defaults, as YAML; `load_config` reads it back to an equal RunConfig."""
     out = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
     data = run.model_dump(mode="json", exclude_none=False)
-    if run.data.val is not None:  # the two forms of `val` exclude each other, so that nulls would only confuse
+    if run.data.val is not None:  # its two forms exclude each other; a null for the other would only confuse
         data["data"]["val"] = run.data.val.model_dump(mode="json", exclude_none=True)
     yaml.dump(data, out)
     return out.getvalue()
@@ -140,14 +144,14 @@ def dump_config(run: RunConfig) -> str:
 
 MOST_BYTES = 4 << 20
 MOST_NODES, MOST_DEPTH, MOST_BRACKETS = 100_000, 100, 300
-"""Of a config: far more than one needs, far less than what a data file given by mistake or nested aliases come to."""
+"""Limits of a config: far above any real one, far below a data file given by mistake or nested aliases."""
 
 
 def _from_file(path: Path) -> _Document:
     try:
         if path.is_file() and path.stat().st_size > MOST_BYTES:
             raise UserError(
-                f"has {path.stat().st_size:,} bytes, too many for a config",
+                f"is too large for a config: {path.stat().st_size:,} bytes",
                 str(path),
                 "give the path of a run's YAML file",
             )
@@ -161,7 +165,7 @@ def _from_file(path: Path) -> _Document:
     try:
         root = _parsed(text)
     except _TooMuch as error:
-        raise UserError(str(error), str(path), "write out what is meant, without aliases of aliases") from None
+        raise UserError(str(error), str(path), "write the values out, without aliases of aliases") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -174,7 +178,7 @@ def _from_file(path: Path) -> _Document:
     if not isinstance(root, dict):
         found = "nothing" if root is None else f"a {type(_plain(root)).__name__}"
         raise UserError(
-            f"should hold the sections model, data, batch, run, ...; found {found}",
+            f"should contain the sections model, data, batch, run, ...; found {found}",
             str(path),
             "see `megatrain train --help-all` for all keys",
         )
@@ -183,28 +187,24 @@ def _from_file(path: Path) -> _Document:
     return document
 
 
-def _from_mapping(source: Mapping[str, Any]) -> _Document:
-    return _Document(_plain(source), "config")
-
-
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 class _TooMuch(Exception):
-    """A YAML text that stands for more than a config can be."""
+    """The YAML is too large or too deep for a config."""
 
 
 def _parsed(text: str) -> Any:
-    """A YAML text with ruamel's types.
+    """Parse YAML, with ruamel's types.
 
-    An alias is one object in several places, so a short text may stand for more values than there is memory, or for one
-    without an end. They are counted as often as they are meant, before anything copies them.
+    An alias is one object in several places, so a short text may expand to more values than fit into memory, or to an
+    infinite one. Values are counted as often as they occur, before anything copies them.
 
     Raises:
-        _TooMuch: It stands for too much, or is nested too deeply.
-        YAMLError: It is no YAML.
+        _TooMuch: Too many values, or nested too deeply.
+        YAMLError: Not valid YAML.
     """
-    # Of brackets the parser would take minutes to run out of stack. Those inside texts count too, which no config has so many of.
+    # The parser would take minutes to overflow the stack. Brackets in strings count too; no config has that many.
     deepest = max(itertools.accumulate(_BRACKETS.get(character, 0) for character in text), default=0)
     if deepest > MOST_BRACKETS:
         raise _TooMuch("is nested too deeply")
@@ -220,13 +220,13 @@ def _parsed(text: str) -> Any:
         if depth > MOST_DEPTH:
             raise _TooMuch(f"is nested more than {MOST_DEPTH} levels deep")
         if count > MOST_NODES:
-            raise _TooMuch(f"stands for more than {MOST_NODES:,} values")
+            raise _TooMuch(f"expands to more than {MOST_NODES:,} values")
         waiting += [(one, depth + 1) for one in inner]
     return root
 
 
 def _plain(node: Any) -> Any:
-    """Copy without ruamel's types: its numbers and texts remember their spelling, and error messages would show it."""
+    """Copy without ruamel's types, whose numbers and strings keep their spelling and would show it in error messages."""
     if isinstance(node, Mapping):
         return {str(key): _plain(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -243,7 +243,7 @@ def _lines(node: Any, loc: Loc = ()) -> Iterator[tuple[Loc, int]]:
         return
     for key in node if isinstance(node, dict) else range(len(node)):
         place = (*loc, str(key) if isinstance(node, dict) else key)
-        # keys that a merge (<<) brought in have no line of their own
+        # keys from a merge (<<) have no line
         if position.data and key in position.data:
             yield place, position.data[key][0] + 1
         yield from _lines(node[key], place)
@@ -256,8 +256,7 @@ def _lines(node: Any, loc: Loc = ()) -> Iterator[tuple[Loc, int]]:
 def split_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     """Separate the overrides of a command line from its other words.
 
-    An override is `--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`. A boolean may stand without its value: `--data.packing`
-    is true.
+    An override is `--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`. A boolean needs no value: `--data.packing` means true.
     """
     overrides: list[Override] = []
     rest: list[str] = []
@@ -285,7 +284,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 
 def _is_config_key(key: str) -> bool:
-    """`--checkpoint PATH` is an argument of a command, so a bare name is a key only where it has a value of its own."""
+    """A name without a dot is a key only if it is not a section: `--checkpoint PATH` is an argument of a command."""
     return "." in key or (key in RunConfig.model_fields and model_in(RunConfig.model_fields[key].annotation) is None)
 
 
@@ -300,7 +299,7 @@ def _apply(override: Override, document: _Document) -> None:
         else:
             node = node[key]
         if not isinstance(node, dict | list):
-            raise UserError(f"{inside} is {node!r} here, which has no parts", override.flag, f"set --{inside} itself")
+            raise UserError(f"{inside} is {node!r} here, which has no keys", override.flag, f"set --{inside} itself")
     last = override.loc[-1]
     if isinstance(node, list):
         _list_item(node, last, override)
@@ -312,12 +311,12 @@ def _apply(override: Override, document: _Document) -> None:
 
 def _list_item(node: list[Any], key: str | int, override: Override) -> Any:
     if not isinstance(key, int) or key >= len(node):
-        raise UserError(f"{key!r} is no item of a list of {len(node)}", override.flag, "count from 0")
+        raise UserError(f"{key!r} is not an item of a list of {len(node)}", override.flag, "count from 0")
     return node[key]
 
 
 def _parse_value(override: Override) -> Any:
-    """A text field takes the word as it is (a folder may be called 2024); all others read it as YAML."""
+    """A text key takes the word as it is (a folder may be called 2024); all other keys parse it as YAML."""
     if _field_type(override.loc) is str and override.text != "null":
         return override.text
     try:
@@ -325,7 +324,7 @@ def _parse_value(override: Override) -> Any:
     except _TooMuch as error:
         raise UserError(str(error), override.flag) from None
     except YAMLError:
-        return override.text  # `*.jsonl` is a glob for data.train; where text is wrong, the validation says so
+        return override.text  # `*.jsonl` is a glob for data.train; if text is wrong here, validation fails
 
 
 def _field_at(loc: Loc) -> FieldInfo | None:
@@ -342,7 +341,7 @@ def _field_at(loc: Loc) -> FieldInfo | None:
 
 
 def _field_type(loc: Loc) -> Any:
-    """The plain type of a field, `| None` left out; None for a key that does not exist or has no single plain type."""
+    """The type of a key without `| None`; None if the key does not exist or takes several types."""
     info = _field_at(loc)
     if info is None or isinstance(loc[-1], int):
         return None
@@ -351,7 +350,7 @@ def _field_type(loc: Loc) -> Any:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types that a field takes: the parts of a union, whatever it is annotated with left out."""
+    """The types that a field accepts: the members of a union, without annotations."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return alternatives(get_args(annotation)[0])
@@ -361,7 +360,7 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, or a list of which it holds; None for a plain value."""
+    """The section type that a field contains, directly or in a list; None for a plain value."""
     for kind in alternatives(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -382,7 +381,7 @@ def _user_error(error: ValidationError, document: _Document) -> UserError:
     return UserError("\n".join([f"{len(lines)} problems in the config", *(f"  {line}" for line in lines)]))
 
 
-# pydantic speaks of Python; a config is YAML.
+# pydantic's messages name Python types; a config is YAML.
 _SHOULD_BE = {
     "tuple_type": "a list",
     "dict_type": "a section with keys",
@@ -401,7 +400,7 @@ _SHOWN_CHARS = 120
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML writes it, or nearly so; a long one is cut."""
+    """A value roughly as YAML writes it; a long one is cut."""
     text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
@@ -412,7 +411,7 @@ def _problem(details: ErrorDetails, document: _Document) -> str:
     place, found = document.place(loc), details["input"]
     match details["type"]:
         case "missing":
-            return f"{place}: missing; {_what_belongs(loc)}"
+            return f"{place}: missing; {_expected(loc)}"
         case "extra_forbidden":
             suggestion = suggest_key(".".join(map(str, loc)))
             return f"{place}: unknown key" + (f'; did you mean "{suggestion}"?' if suggestion else "")
@@ -431,7 +430,7 @@ def _problem(details: ErrorDetails, document: _Document) -> str:
         case kind if kind in _SHOULD_BE:
             return f"{place}: should be {_SHOULD_BE[kind]}, found {_shown(found)}"
     text = details["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    # a message about a whole section names the keys itself
+    # a message about a whole section already names its keys
     names_it = isinstance(found, dict | BaseModel) or "found" in text
     return f"{place}: {text}" if names_it else f"{place}: {text}, found {_shown(found)}"
 
@@ -442,7 +441,7 @@ def _value_at(node: Any, loc: Loc) -> Any:
     return node
 
 
-def _what_belongs(loc: Loc) -> str:
+def _expected(loc: Loc) -> str:
     info = _field_at(loc)
     assert info is not None, f"a missing key {loc} that the schema does not know"
     if info.description:
@@ -454,32 +453,30 @@ def _what_belongs(loc: Loc) -> str:
 
 
 def suggest_key(dotted: str) -> str | None:
-    """The existing key that an unknown one most likely means, as a dotted path; None if nothing is near.
+    """The key that an unknown one most likely means, as a dotted path, or None.
 
     >>> suggest_key("optim.warmup_ratio")
     'schedule.warmup_ratio'
     """
     *section, wrong = dotted.replace("-", "_").lower().split(".")
-    known = [".".join(str(key) for key in loc if key != "N") for loc, _ in fields()]
-    leaves: dict[str, str] = {}
-    for path in known:
-        leaves.setdefault(path.rpartition(".")[2], path)
     if wrong in _ALIASES:
         return _ALIASES[wrong]
-    own = {
-        path.rpartition(".")[2]: path
-        for path in known
-        if path.split(".")[:-1] == [s for s in section if not s.isdigit()]
-    }
-    if near := get_close_matches(wrong, own, n=1):
-        return own[near[0]]
-    if near := get_close_matches(wrong, leaves, n=1, cutoff=0.75):
-        return leaves[near[0]]
+    section = [name for name in section if not name.isdigit()]
+    own: dict[str, str] = {}  # last name -> key, of the same section
+    leaves: dict[str, str] = {}  # and of all sections
+    for loc, _ in fields():
+        *parents, name = [str(key) for key in loc if key != "N"]
+        leaves.setdefault(name, ".".join([*parents, name]))
+        if parents == section:
+            own[name] = ".".join([*parents, name])
+    for names, cutoff in ((own, 0.6), (leaves, 0.75)):
+        if near := get_close_matches(wrong, names, n=1, cutoff=cutoff):
+            return names[near[0]]
     return None
 
 
 def fields(model: type[BaseModel] = RunConfig, loc: Loc = ()) -> Iterator[tuple[Loc, FieldInfo]]:
-    """Every key of the config with its field, in the order of the YAML; "N" stands for the position in a list."""
+    """Every key of the config with its field, in YAML order; "N" stands for an index into a list."""
     for name, info in model.model_fields.items():
         place = (*loc, name)
         yield place, info

@@ -1,7 +1,7 @@
-"""The config of a run: every section and field, with its meaning and unit at the field.
+"""The config of a run: every section and key, with its effect and unit at the field.
 
-All models are frozen and refuse unknown keys. Values are checked here, once; below the entry nothing checks them again.
-`load.py` makes a RunConfig from a YAML file and overrides and turns pydantic's errors into errors with line numbers.
+All models are frozen and refuse unknown keys. Values are checked here, once; the code below does not check them again.
+`load.py` builds a RunConfig from a YAML file and overrides, and turns pydantic's errors into errors with line numbers.
 The order of the fields is the order of the help and of the resolved config.
 """
 
@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
-# Errors of checks across sections; their context entry "at" says which field the message belongs to.
+# Errors of checks across sections; their context entry "at" names the key that the message is about.
 CROSS_SECTION = "cross_section"
 AT_TOKENS_PER_STEP = ("batch", "tokens_per_step")
 AT_GRADIENT_PLANE = ("memory", "gradient_plane")
 
 
 def _number(value: object) -> object:
-    """Refuse text and booleans, which pydantic would read as numbers: in a config they are slips, never intentions."""
+    """Refuse text and booleans, which pydantic would convert to numbers."""
     if isinstance(value, bool):
         raise ValueError("expected a number, found a boolean")
     if isinstance(value, str):
@@ -39,7 +39,7 @@ def _regex(value: str) -> str:
 
 def _path(value: str) -> str:
     if "\0" in value:
-        raise ValueError("has a NUL character in it, which no path can have")
+        raise ValueError("must not contain a NUL character")
     return value
 
 
@@ -58,14 +58,19 @@ def _pair(value: object) -> object:
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
 PathText = Annotated[str, AfterValidator(_path)]
 GiB = Annotated[Literal["auto"] | float, BeforeValidator(_gib)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
-Beta = Annotated[Float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_pair)]
+Share = Annotated[Float, Field(gt=0, lt=1)]
+ShareOrAll = Annotated[Float, Field(gt=0, le=1)]
+ShareOrNone = Annotated[Float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[ShareOrNone, ShareOrNone], BeforeValidator(_pair)]
 
 ChangeName = Literal["data", "batch", "seed", "schedule", "optim", "precision"]
-"""What may be allowed to differ between a checkpoint's run and the one that goes on from it; see resume.py."""
+"""Differences that a resumed run may be allowed to have from the checkpoint's run; see run/resume.py."""
 
 
 class Section(BaseModel):
@@ -73,18 +78,14 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model is trained."""
+    """The model to train."""
 
-    path: PathText = Field(
-        min_length=1, description="Hugging Face model folder, or a hub id that is in the local cache"
-    )
+    path: PathText = Field(min_length=1, description="Hugging Face model folder, or a hub id in the local cache")
     init: Literal["pretrained", "random"] = Field(
         default="pretrained",
-        description="pretrained: read the folder's weights; random: the model class's own init, from its config alone",
+        description="pretrained: read the folder's weights; random: initialize from the model's config alone",
     )
-    trust_remote_code: StrictBool = Field(
-        default=False, description="run Python code that the model folder brings along"
-    )
+    trust_remote_code: StrictBool = Field(default=False, description="run Python code from the model folder")
     attn_implementation: str | None = Field(
         default=None,
         description="attention implementation by its transformers name (sdpa, eager, ...); null: the model's default",
@@ -95,21 +96,20 @@ class SourceConfig(Section):
     """One source of training samples."""
 
     path: PathText = Field(
-        min_length=1,
-        description="file, folder, glob, or the id of a data set in the local cache of the Hugging Face hub",
+        min_length=1, description="file, folder, glob, or id of a dataset in the local Hugging Face cache"
     )
-    weight: Annotated[Float, Field(gt=0)] = Field(
+    weight: PositiveFloat = Field(
         default=1.0,
-        description="how often the source is used per epoch: 0.5 takes half of its samples, 2 takes each twice",
+        description="passes over the source per epoch: 0.5 uses half of its rows, 2 uses each row twice",
     )
     format: Literal["auto", "text", "lines", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens"] = Field(
-        default="auto", description="format of the samples; auto: found from the columns and printed"
+        default="auto", description="format of the samples; auto: detected from the columns"
     )
     columns: dict[str, str] = Field(
-        default={}, description="the format's column names -> the file's, where they differ"
+        default={}, description="map of the format's column names to the file's, where they differ"
     )
-    subset: str | None = Field(default=None, description="subset of a data set of the hub; null: its default one")
-    split: str | None = Field(default=None, description="split of a data set of the hub; null: train")
+    subset: str | None = Field(default=None, description="subset of a hub dataset; null: its default")
+    split: str | None = Field(default=None, description="split of a hub dataset; null: train")
 
 
 def _as_sources(value: object) -> object:
@@ -125,10 +125,10 @@ Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_sources), Fiel
 
 
 class ValConfig(Section):
-    """What is held out: a stable fraction of the training samples, or sources of its own."""
+    """The held-out samples: a fixed fraction of the training samples, or separate sources."""
 
-    fraction: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="share of the training samples that is held out; the same samples in every run"
+    fraction: Share | None = Field(
+        default=None, description="share of the training samples to hold out; the same samples in every run"
     )
     sources: Sources | None = Field(default=None, description="held-out sources, written like data.train")
 
@@ -150,7 +150,7 @@ class ValConfig(Section):
 
 
 class DataConfig(Section):
-    """The samples and how they become rows of tokens."""
+    """The samples, and how they become rows of tokens."""
 
     train: Sources = Field(
         description="a path, or a list of paths or of {path, weight, format, columns, subset, split}"
@@ -160,85 +160,77 @@ class DataConfig(Section):
     )
     max_tokens: Annotated[Int, Field(ge=2)] = Field(default=2048, description="length of a row [tokens]")
     overflow: Literal["error", "drop", "truncate", "split"] = Field(
-        default="error", description="what happens to a sample longer than max_tokens"
+        default="error", description="how to treat samples longer than max_tokens"
     )
     train_on: Literal["assistant", "last_assistant", "all"] = Field(
-        default="assistant", description="which tokens of a chat are trained; plain text is trained in full"
+        default="assistant", description="tokens of a chat to train on; plain text is always trained in full"
     )
     packing: StrictBool = Field(
-        default=True, description="put several samples into one row; they do not see each other"
+        default=True, description="put several samples into one row; they do not attend to each other"
     )
     chat_template: PathText | None = Field(
-        default=None, description="file with a jinja chat template; null: the tokenizer's own"
+        default=None, description="jinja template file; null: the tokenizer's chat template"
     )
-    allow_rejects: Fraction = Field(
-        default=0.01, description="share of samples that may be malformed before it is an error"
-    )
+    allow_rejects: Fraction = Field(default=0.01, description="share of samples that may be malformed without an error")
     cache_dir: PathText | None = Field(
-        default=None, description="folder of the tokenised cache; null: the user's cache folder"
+        default=None, description="folder of the token cache; null: ~/.cache/megatrain/tokens"
     )
 
 
 class BatchConfig(Section):
-    """The size of an optimizer step, and how it is cut. The cut changes memory and speed, never the result."""
+    """Size of an optimizer step, and how it is divided. The division affects memory and speed, not the result."""
 
-    tokens_per_step: PositiveInt = Field(description="tokens of one optimizer step, a multiple of data.max_tokens")
+    tokens_per_step: PositiveInt = Field(description="tokens per optimizer step, a multiple of data.max_tokens")
     microbatch_rows: PositiveInt | None = Field(
-        default=None, description="rows computed together; null: the engine chooses"
+        default=None, description="rows computed together; null: chosen by the engine"
     )
     head_chunk_tokens: PositiveInt | None = Field(
-        default=None, description="tokens whose logits exist at the same time; null: the engine chooses"
+        default=None, description="tokens whose logits are computed at once; null: chosen by the engine"
     )
     accumulation_steps: PositiveInt = Field(
-        default=1, description="passes over the layers per step; more need less memory for layer inputs"
+        default=1,
+        description="passes over the layers per optimizer step, each with a part of the step's rows; more passes need less "
+        "memory for layer inputs",
     )
 
 
 class GroupConfig(Section):
-    """Parameters with settings of their own; the first group that matches a parameter wins."""
+    """Parameters with separate settings; the first group that matches a parameter applies."""
 
     pattern: Annotated[str, AfterValidator(_regex)] = Field(
         description="regular expression, searched in the parameter's Hugging Face name"
     )
-    weight_decay: Annotated[Float, Field(ge=0)] | None = Field(default=None, description="null: optim.weight_decay")
-    lr_scale: Annotated[Float, Field(ge=0)] = Field(default=1.0, description="factor on the learning rate")
+    weight_decay: NonNegativeFloat | None = Field(default=None, description="null: optim.weight_decay")
+    lr_scale: NonNegativeFloat = Field(default=1.0, description="factor on the learning rate")
 
 
 class OptimConfig(Section):
     """AdamW with fp32 master weights and moments."""
 
-    learning_rate: Annotated[Float, Field(gt=0)] = Field(default=1e-5, description="peak learning rate")
-    weight_decay: Annotated[Float, Field(ge=0)] = Field(
-        default=0.01, description="decoupled decay; never on norms and biases"
+    learning_rate: PositiveFloat = Field(default=1e-5, description="peak learning rate")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.01, description="decoupled weight decay; not applied to norms and biases"
     )
-    betas: Betas = Field(default=(0.9, 0.999), description="decay of the first and second moment")
-    eps: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="term added to the denominator")
-    max_grad_norm: Annotated[Float, Field(gt=0)] | None = Field(
-        default=1.0, description="clip the global gradient norm to this; null: no clipping"
+    betas: Betas = Field(default=(0.9, 0.999), description="decay rates of the first and second moment")
+    eps: PositiveFloat = Field(default=1e-8, description="term added to the denominator")
+    max_grad_norm: PositiveFloat | None = Field(
+        default=1.0, description="clip the global gradient norm to this value; null: no clipping"
     )
     groups: tuple[GroupConfig, ...] = Field(default=(), description="list of {pattern, weight_decay, lr_scale}")
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the run, and how long the run is."""
+    """Length of the run, and the learning rate over it."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="shape after the warm-up; wsd: constant, then a decay over the last decay_ratio",
+        description="shape after warmup; wsd: constant, then a decay over the last decay_ratio of the run",
     )
-    warmup_ratio: Annotated[Float, Field(ge=0, lt=1)] | None = Field(
-        default=None, description="warm-up as a share of all steps"
-    )
-    warmup_steps: Annotated[Int, Field(ge=0)] | None = Field(
-        default=None, description="warm-up [steps]; instead of warmup_ratio"
-    )
-    min_lr_ratio: Fraction = Field(default=0.0, description="floor of the decay, as a share of the peak learning rate")
-    decay_ratio: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.1, description="wsd: share of all steps that decay"
-    )
-    epochs: Annotated[Float, Field(gt=0)] | None = Field(
-        default=None, description="passes over the data; 1 if steps is not given"
-    )
+    warmup_ratio: ShareOrNone | None = Field(default=None, description="warmup as a share of all steps")
+    warmup_steps: NonNegativeInt | None = Field(default=None, description="warmup [steps]; instead of warmup_ratio")
+    min_lr_ratio: Fraction = Field(default=0.0, description="final learning rate, as a share of the peak")
+    decay_ratio: ShareOrAll = Field(default=0.1, description="wsd: length of the decay, as a share of all steps")
+    epochs: PositiveFloat | None = Field(default=None, description="passes over the data; 1 if steps is not given")
     steps: PositiveInt | None = Field(
         default=None, description="length of the run [optimizer steps]; instead of epochs"
     )
@@ -252,21 +244,21 @@ class ScheduleConfig(Section):
         return self
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Length of the run in optimizer steps. A started step of the last epoch counts as a whole one."""
+        """Length of the run in optimizer steps. A partial last epoch is rounded up to whole steps."""
         if self.steps is not None:
             return self.steps
         epochs = 1.0 if self.epochs is None else self.epochs
-        # 0.1 * 30 is 3.0000000000000004: rounding first keeps ceil from adding a step that nobody asked for
+        # 0.1 * 30 is 3.0000000000000004: round first, so that ceil does not add a step
         return max(1, ceil(round(epochs * steps_per_epoch, 6)))
 
 
 class MemoryConfig(Section):
-    """Host and device memory."""
+    """Use of host and device memory."""
 
     pin: Literal["auto", "all", "staged"] = Field(
         default="auto",
-        description="all: page-locked planes; staged: ordinary planes and pinned staging buffers; "
-        "auto: all where the system's limit allows",
+        description="all: pin all planes; staged: keep planes pageable and copy through pinned staging buffers; auto: all "
+        "where the system allows it",
     )
     weight_slots: Annotated[Int, Field(ge=2)] = Field(default=2, description="device buffers for layer weights")
     gradient_slabs: Annotated[Int, Field(ge=1)] = Field(
@@ -274,72 +266,74 @@ class MemoryConfig(Section):
     )
     gradient_plane: StrictBool = Field(
         default=True,
-        description="keep a whole step's gradients in host memory, 2 or 4 bytes a parameter; false: AdamW takes them as "
-        "they arrive, without clipping, accumulation, or skipping of steps that are not finite",
+        description="keep the gradients of a whole step in host memory, 2 or 4 bytes a parameter; false: AdamW consumes them as "
+        "they arrive, without clipping, accumulation, or skipping of non-finite steps",
     )
     host_gib: GiB = Field(
         default="auto",
-        description="host memory that the run may use [GiB]; auto: what is available, container limits included",
+        description="limit on host memory [GiB]; auto: what is available, within container limits",
     )
-    device_gib: GiB = Field(default="auto", description="device memory that the run may use [GiB]; auto: what is free")
-    device_fraction: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.92, description="share of that memory that the plan fills; the rest is for what no formula sees"
+    device_gib: GiB = Field(default="auto", description="limit on device memory [GiB]; auto: what is free")
+    device_fraction: ShareOrAll = Field(
+        default=0.92,
+        description="share of that device memory the plan may fill; the rest is for allocations it cannot predict",
     )
-    host_reserve_gib: Annotated[Float, Field(ge=0)] = Field(
+    host_reserve_gib: NonNegativeFloat = Field(
         default=0.5,
-        description="host memory that must stay available [GiB]: the plan leaves it free, and a run that comes below it saves "
-        "and ends (exit code 3) before the system kills it",
+        description="host memory to keep free [GiB]; a run that comes below it saves and ends (exit code 3) before the system "
+        "kills it",
     )
 
 
 class ActivationsConfig(Section):
-    """What is kept between forward and backward."""
+    """What is kept from forward to backward, and what is recomputed."""
 
     policy: Literal["auto", "keep", "selective", "recompute"] = Field(
         default="auto",
-        description="keep: all that the backward needs; selective: matrix products and attention, cheap work is done again; "
-        "recompute: each layer's input, the rest is computed again; auto: per layer, as the plan finds it fastest "
-        "(on the CPU recompute)",
+        description="keep: keep all activations; selective: keep the results of matrix products and attention, recompute the "
+        "rest; recompute: keep only each layer's input; auto: per layer, the fastest plan that fits (on a CPU recompute)",
     )
     attention: Literal["auto", "keep", "recompute"] = Field(
         default="auto",
-        description="of recomputed layers: keep: what attention gave stays, all else is done again (in long rows attention "
-        "is most of the work); recompute: not even that; auto: as policy says, or the plan",
+        description="of recomputed layers; keep: keep the attention output, which saves most of the recompute with long rows; "
+        "recompute: recompute it too; auto: as policy says, or the plan",
     )
     mlp: Literal["auto", "keep", "recompute"] = Field(
         default="auto",
-        description="likewise for the products of the MLP's matrices; keep with attention: keep is policy: keep",
+        description="of recomputed layers; keep: keep the MLP's matrix products; recompute: recompute them too; auto: as policy "
+        "says, or the plan; keep for both attention and mlp equals policy: keep",
     )
     mlp_chunk_tokens: PositiveInt | None = Field(
         default=None,
-        description="compute MLPs in chunks of so many tokens, where they compute each token by itself [tokens]; null: as the "
-        "plan finds it needed",
+        description="compute MLPs in chunks of this size, where they process tokens independently [tokens]; null: chosen by the "
+        "plan",
     )
     compile: Literal["auto", "off"] = Field(
-        default="auto", description="auto: layers are compiled on a GPU; a family that cannot be compiled runs eager"
+        default="auto", description="auto: compile the layers on a GPU; models that cannot be compiled run eagerly"
     )
     offload_input: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="layer inputs wait in host memory for their backward: auto: as many as must; on: all of recomputed layers",
+        description="offload layer inputs to host memory until backward; auto: only as many as needed to fit; on: those of all "
+        "recomputed layers",
     )
     segment: PositiveInt | None = Field(
         default=None,
-        description="keep only every K-th layer's input, at the price of one more forward; null: every layer's",
+        description="keep only every K-th layer's input, at the cost of one more forward; null: every layer's",
     )
 
     @model_validator(mode="after")
     def _one_policy(self) -> ActivationsConfig:
         parts = [name for name in ("attention", "mlp") if getattr(self, name) != "auto"]
         if parts and self.policy in ("keep", "selective"):
-            raise ValueError(f"policy: {self.policy} decides for whole layers: leave {' and '.join(parts)} at auto")
+            raise ValueError(f"policy: {self.policy} applies to whole layers: leave {' and '.join(parts)} at auto")
         kept = [name for name in parts if getattr(self, name) == "keep"]
         if kept and self.segment is not None:
-            raise ValueError(f"segment drops all but inputs: leave {' and '.join(kept)} at auto, or segment at null")
+            raise ValueError(f"segment keeps only inputs: leave {' and '.join(kept)} at auto, or segment at null")
         return self
 
     @property
     def layer_policy(self) -> Literal["auto", "keep", "selective", "attention", "mlp", "recompute"]:
-        """What `policy`, `attention` and `mlp` come to for a layer."""
+        """The policy of a layer that `policy`, `attention` and `mlp` amount to."""
         parts = (self.attention, self.mlp)
         if parts == ("keep", "keep"):
             return "keep"
@@ -351,197 +345,195 @@ class ActivationsConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Number formats. Master weights and moments are fp32 in every mode."""
+    """Number formats. Master weights and moments are always fp32."""
 
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        default="auto", description="format of forward and backward; auto: bf16 where the device computes it, else fp32"
+        default="auto", description="dtype of forward and backward; auto: bf16 if the device supports it, else fp32"
     )
     grad_transport: Literal["auto", "bf16", "fp32"] = Field(
         default="auto",
-        description="format in which gradients travel to the host; auto: fp32 with fp32 compute, else bf16",
+        description="dtype of gradients on their way to the host; auto: fp32 with fp32 compute, else bf16",
     )
 
 
 class LayoutConfig(Section):
-    """How the mesh engine spreads a run over processes. The product of all sizes is their number."""
+    """How the mesh engine distributes a run over processes. The product of all sizes is the number of processes."""
 
-    tensor: PositiveInt = Field(default=1, description="ranks that share the matrices of a layer")
-    pipeline: PositiveInt = Field(default=1, description="ranks that share the layers")
+    tensor: PositiveInt = Field(default=1, description="tensor parallel ranks, which share the matrices of a layer")
+    pipeline: PositiveInt = Field(default=1, description="pipeline parallel ranks, which share the layers")
     virtual: PositiveInt = Field(default=1, description="stages per pipeline rank")
-    context: PositiveInt = Field(default=1, description="ranks that share the tokens of a row")
+    context: PositiveInt = Field(default=1, description="context parallel ranks, which share the tokens of a row")
     replicate: PositiveInt = Field(default=1, description="copies of the sharded model")
     shard: PositiveInt | None = Field(
-        default=None, description="ranks that share one copy of parameters and optimizer; null: all that are left"
+        default=None,
+        description="ranks that share one copy of parameters and optimizer state; null: all remaining ranks",
     )
     schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "dualpipev"] = Field(
         default="1f1b", description="pipeline schedule"
     )
     microbatches: PositiveInt | None = Field(
         default=None,
-        description="pieces of each data rank's rows, one after the other; null: as few as the schedule needs",
+        description="microbatches per step of each data parallel rank; null: as few as the schedule needs",
     )
     stage_layers: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="layers of each stage, in the order of the model; null: even by parameters"
+        default=None, description="layers of each stage, in model order; null: balanced by parameters"
     )
 
 
 class ParallelConfig(LayoutConfig):
-    """How the mesh engine spreads a run over processes (engine: mesh). The product of all sizes is their number."""
+    """How the mesh engine distributes a run over processes (engine: mesh). The product of all sizes is the number of
+    processes."""
 
     by_world_size: dict[Annotated[int, Field(gt=0)], LayoutConfig] = Field(
         default={},
-        description="number of processes -> these sizes instead, {8: {tensor: 2, pipeline: 2}, 4: {tensor: 2}}: what a run "
-        "goes on with when it is started again with fewer nodes",
+        description="sizes for other numbers of processes, {8: {tensor: 2, pipeline: 2}, 4: {tensor: 2}}: used when the run is "
+        "restarted on fewer nodes",
     )
 
     def sizes_for(self, processes: int) -> dict[str, Any]:
-        """The sizes that count with so many processes."""
+        """The sizes that apply to a number of processes."""
         chosen = self.by_world_size.get(processes, self)
         return {name: getattr(chosen, name) for name in LayoutConfig.model_fields}
 
 
 class EvalConfig(Section):
-    """Loss on the held-out samples (data.val)."""
+    """Evaluation of the loss on the held-out samples (data.val)."""
 
     every_steps: PositiveInt | None = Field(
-        default=None, description="evaluate after every N steps; null: not during the run"
+        default=None, description="evaluate every N steps; null: not during the run"
     )
     at_start: StrictBool = Field(default=False, description="evaluate before the first step")
     at_end: StrictBool = Field(default=True, description="evaluate after the last step")
 
 
 class CheckpointConfig(Section):
-    """When the run is saved. Each checkpoint is a folder that transformers loads as it is."""
+    """When and how the run is saved. Each checkpoint is a folder that transformers can load."""
 
-    every_steps: PositiveInt | None = Field(
-        default=500, description="save after every N steps; null: not during the run"
-    )
-    keep: PositiveInt | None = Field(default=2, description="how many of the run's newest checkpoints stay; null: all")
+    every_steps: PositiveInt | None = Field(default=500, description="save every N steps; null: not during the run")
+    keep: PositiveInt | None = Field(default=2, description="number of newest checkpoints to keep; null: all")
     keep_every: PositiveInt | None = Field(
-        default=None, description="checkpoints of every N-th step stay as well, whatever keep says"
+        default=None, description="also keep the checkpoint of every N-th step, regardless of keep"
     )
     at_end: StrictBool = Field(default=True, description="save after the last step")
     background: StrictBool = Field(
-        default=True, description="write while training goes on; the checkpoint is of one consistent step all the same"
+        default=True, description="write while training continues; the checkpoint is a consistent snapshot of one step"
     )
     buffer_gib: GiB = Field(
         default="auto",
-        description="host memory for copies of layers whose next update comes before they are written [GiB]; more waits "
-        "less on a slow disk; auto: half of what is free when a save begins, but two layers at least; never the host's last GiB",
+        description="host memory for copies of layers that must be updated before they are written [GiB]; more avoids waiting "
+        "for a slow disk; auto: half of what is free, at least two layers, never the last GiB",
     )
     on_error: Literal["warn", "stop"] = Field(
-        default="stop",
-        description="a save that fails: warn: training goes on and the next one is tried; stop: the run ends",
+        default="stop", description="when a save fails; warn: continue, and try again at the next; stop: end the run"
     )
     weights_every_steps: PositiveInt | None = Field(
-        default=None, description="write bf16 weights alone to RUN/weights every N steps; all stay; null: never"
+        default=None, description="write only bf16 weights to RUN/weights every N steps, and keep all; null: never"
     )
 
 
-Seconds = Annotated[Float, Field(gt=0)] | None
+Seconds = PositiveFloat | None
 
 
 class WatchdogConfig(Section):
-    """When a rank is taken to hang (engine: mesh): stacks of all ranks go to RUN/hangs, exit code 75, torchrun starts again."""
+    """Time limits after which a rank counts as hung (engine: mesh). Then the stacks of all ranks are written to RUN/hangs,
+    the processes exit with code 75, and torchrun restarts them. null: no limit."""
 
-    start_s: Seconds = Field(
-        default=3600.0, description="model, data and checkpoint are there [s]; null: however long it takes"
-    )
-    first_step_s: Seconds = Field(default=1200.0, description="the first step of a process [s]")
-    step_s: Seconds = Field(default=600.0, description="every other step [s]")
+    start_s: Seconds = Field(default=3600.0, description="limit for loading model, data and checkpoint [s]")
+    first_step_s: Seconds = Field(default=1200.0, description="limit for the first step of a process [s]")
+    step_s: Seconds = Field(default=600.0, description="limit for every other step [s]")
     save_s: Seconds = Field(
-        default=1800.0, description="what training waits for of a save [s]: of its copies, or of the save before it"
+        default=1800.0, description="limit for waiting on a save: on its copies, or on the previous save [s]"
     )
-    load_s: Seconds = Field(default=3600.0, description="a checkpoint is loaded during the run, by a rollback [s]")
-    evaluation_s: Seconds = Field(default=600.0, description="one batch of an evaluation [s]")
-    mfu_floor: Annotated[Float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="warn when MFU is under this for some steps in a row, 0.4 for 40%; null: never"
+    load_s: Seconds = Field(default=3600.0, description="limit for loading a checkpoint in a rollback [s]")
+    evaluation_s: Seconds = Field(default=600.0, description="limit for one batch of an evaluation [s]")
+    mfu_floor: Share | None = Field(
+        default=None, description="warn when MFU stays below this, 0.4 for 40%; null: never"
     )
     sample_every_steps: PositiveInt | None = Field(
-        default=500, description="profile a step now and then for exposed communication and stragglers; null: never"
+        default=500, description="profile a step every N steps for exposed communication and stragglers; null: never"
     )
 
 
 class RunSection(Section):
-    """Where the run lives and what it runs on."""
+    """The run's folder, its device, and how it handles divergence."""
 
-    dir: PathText = Field(
-        min_length=1, description="the run's folder; must be empty or missing unless the run is resumed"
-    )
-    seed: Annotated[Int, Field(ge=0)] = Field(default=0, description="seed of data order, random init and dropout")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one")
+    dir: PathText = Field(min_length=1, description="folder of the run; must be empty or missing unless resumed")
+    seed: NonNegativeInt = Field(default=0, description="seed of data order, random init and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if available")
     threads: PositiveInt | None = Field(
-        default=None, description="threads of the optimizer; null: the cores of this process"
+        default=None, description="threads of the host optimizer; null: all cores of this process"
     )
-    max_bad_steps: PositiveInt = Field(default=10, description="N steps in a row that were not finite are a divergence")
+    max_bad_steps: PositiveInt = Field(
+        default=10, description="consecutive non-finite steps that count as a divergence"
+    )
     loss_spike: Annotated[Float, Field(gt=1)] | None = Field(
         default=None,
-        description="a loss above this multiple of the median of the last 20 is a divergence too; null: never",
+        description="also count a loss above this multiple of the median of the last 20 as a divergence; null: never",
     )
     on_divergence: Literal["stop", "rollback"] = Field(
         default="stop",
-        description="stop: the run ends (exit code 4); rollback: it goes on from the newest checkpoint before the divergence, "
-        "with the data behind it",
+        description="stop: end the run (exit code 4); rollback: return to the newest checkpoint before the divergence, and skip "
+        "the data since then",
     )
-    max_rollbacks: PositiveInt = Field(default=3, description="most rollbacks of a run; then it ends as with stop")
+    max_rollbacks: PositiveInt = Field(default=3, description="rollbacks after which a divergence ends the run")
     allow_changes: tuple[ChangeName, ...] = Field(
         default=(),
-        description="list of what may differ from the checkpoint's run when a run goes on: data, batch (tokens per step), "
-        "seed, schedule (learning rates of steps already taken), optim, precision",
+        description="list of differences from the checkpoint's run that a resumed run may have: data, batch (tokens per step), "
+        "seed, schedule (learning rates of past steps), optim, precision",
     )
 
 
 class MetricsConfig(Section):
-    """Where the numbers of a run go beside its own files, which always have them."""
+    """Metrics, besides the files in the run's folder, which are always written."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         default=(),
-        description="any of tensorboard, wandb and trackio: services that get every step too; a service that fails or hangs "
+        description="list of services that also receive every step: tensorboard, wandb, trackio; a service that fails or hangs "
         "never stops the run",
     )
-    project: str = Field(default="megatrain", min_length=1, description="the project at the services")
+    project: str = Field(default="megatrain", min_length=1, description="project name at these services")
     instruments: StrictBool = Field(
-        default=True, description="time copies, waits and updates of every step; the rules of alerts need it"
+        default=True, description="time the copies, waits and updates of every step; the alerts need it"
     )
 
 
 AlertAction = Literal["warn", "save", "stop", "rollback"]
-Share = Annotated[Float, Field(gt=0, lt=1)]
 
 
 class AlertsConfig(Section):
-    """Rules that watch the pipeline; see docs/pipeline.md. null switches a rule off. Actions: warn: a line in the log, once
-    until it is over; save: and a checkpoint; stop: and the run ends as by a signal; rollback: and it goes back to the newest
+    """Rules that watch the pipeline; see docs/pipeline.md. null disables a rule. Actions: warn: log the alert, once until it is
+    over; save: also save a checkpoint; stop: also save and end the run, exit code 0; rollback: also return to the newest
     checkpoint."""
 
-    steps: PositiveInt = Field(default=10, description="so many steps in a row must break a rule")
+    steps: PositiveInt = Field(default=10, description="consecutive steps that must break a rule before it alerts")
     link_share: Share | None = Field(
-        default=0.6, description="alert when copies reach less of the link's measured rate while the GPU waits for them"
+        default=0.6,
+        description="minimum rate of copies that the GPU waits for, as a share of the link's measured rate",
     )
-    link_share_action: AlertAction = Field(default="warn", description="what follows an alert of link_share")
+    link_share_action: AlertAction = Field(default="warn", description="action of the rule link_share")
     gpu_busy: Share | None = Field(
-        default=0.8, description="alert when the GPU works for less of a step, for no reason that another rule names"
+        default=0.8, description="minimum share of a step in which the GPU works, if no other rule explains the gap"
     )
-    gpu_busy_action: AlertAction = Field(default="warn", description="what follows an alert of gpu_busy")
+    gpu_busy_action: AlertAction = Field(default="warn", description="action of the rule gpu_busy")
     speed: Share | None = Field(
-        default=0.7, description="alert when tokens/s are below this multiple of the median of the last 50 steps"
+        default=0.7, description="minimum tokens/s, as a multiple of the median of the last 50 steps"
     )
-    speed_action: AlertAction = Field(default="warn", description="what follows an alert of speed")
+    speed_action: AlertAction = Field(default="warn", description="action of the rule speed")
     device_memory: Share | None = Field(
         default=0.85,
-        description="alert when the peak takes more of the device's memory, and more than memory.device_fraction too",
+        description="maximum peak, as a share of device memory; no alert below memory.device_fraction",
     )
-    device_memory_action: AlertAction = Field(default="warn", description="what follows an alert of device_memory")
+    device_memory_action: AlertAction = Field(default="warn", description="action of the rule device_memory")
     slab_wait: Share | None = Field(
-        default=0.05, description="alert when more of a step is spent waiting for a free gradient slab"
+        default=0.05, description="maximum share of a step spent waiting for a free gradient slab"
     )
-    slab_wait_action: AlertAction = Field(default="warn", description="what follows an alert of slab_wait")
+    slab_wait_action: AlertAction = Field(default="warn", description="action of the rule slab_wait")
     optimizer_wait: Share | None = Field(
-        default=0.2, description="alert when the GPU waits for AdamW for more of a step"
+        default=0.2, description="maximum share of a step in which the GPU waits for AdamW"
     )
-    optimizer_wait_action: AlertAction = Field(default="warn", description="what follows an alert of optimizer_wait")
-    data_wait: Share | None = Field(default=0.1, description="alert when more of a step is spent waiting for the batch")
-    data_wait_action: AlertAction = Field(default="warn", description="what follows an alert of data_wait")
+    optimizer_wait_action: AlertAction = Field(default="warn", description="action of the rule optimizer_wait")
+    data_wait: Share | None = Field(default=0.1, description="maximum share of a step spent waiting for the batch")
+    data_wait_action: AlertAction = Field(default="warn", description="action of the rule data_wait")
 
 
 class RunConfig(Section):
@@ -550,8 +542,8 @@ class RunConfig(Section):
     model: ModelConfig
     engine: Literal["host", "mesh"] = Field(
         default="host",
-        description="host: state in host memory, layers stream through the device; mesh: state sharded over the devices "
-        "of many processes (torchrun)",
+        description="host: keep the state in host memory and stream layers through the device; mesh: shard the state over the "
+        "devices of many processes (torchrun)",
     )
     data: DataConfig
     batch: BatchConfig
@@ -590,16 +582,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _gradient_plane(self) -> RunConfig:
-        needs = [
-            (
-                self.optim.max_grad_norm is not None,
-                "clipping needs it (optim.max_grad_norm: null switches clipping off)",
-            ),
-            (self.batch.accumulation_steps > 1, "batch.accumulation_steps > 1 needs it"),
-            (self.precision.compute_dtype == "fp16", "precision.compute_dtype: fp16 needs it"),
-        ]
-        if not self.memory.gradient_plane and any(needed for needed, _ in needs):
-            why = "; ".join(reason for needed, reason in needs if needed)
+        needs = {
+            "clipping needs it (optim.max_grad_norm: null switches clipping off)": self.optim.max_grad_norm is not None,
+            "batch.accumulation_steps > 1 needs it": self.batch.accumulation_steps > 1,
+            "precision.compute_dtype: fp16 needs it": self.precision.compute_dtype == "fp16",
+        }
+        if not self.memory.gradient_plane and any(needs.values()):
+            why = "; ".join(reason for reason, needed in needs.items() if needed)
             raise PydanticCustomError(CROSS_SECTION, "cannot be false: {why}", {"why": why, "at": AT_GRADIENT_PLANE})
         return self
 
