@@ -2,11 +2,11 @@
 
 [Note: the shell stays Hugging Face's]
 The CausalLM is copied shallowly along the path to its layer stack, and the entries of the stack are replaced by
-`StreamedLayer`s: modules without parameters that hand their call to the engine. HF's own forward then runs as it was
-written: embedding scale, rotary tables, masks of each kind, the loop over the layers, the final norm. The engine computes a
-layer by binding that layer's weights and buffers to HF's own layer module for one call (`functional_call`).
-The head runs HF's own CausalLM forward too, with the base model replaced by a module that returns the hidden states it is
-given: soft caps, logit scales and whatever else a family does there stay right, and logits exist for one chunk of tokens only.
+`StreamedLayer`s: modules without parameters that pass their call to the engine. HF's own forward then runs unchanged: embedding
+scale, rotary tables, all kinds of masks, the loop over the layers, the final norm. The engine computes a layer by binding that
+layer's weights and buffers to HF's own layer module for one call (`functional_call`).
+The head runs HF's own CausalLM forward as well, with the base model replaced by a module that returns given hidden states. So
+soft caps, logit scales and other details of a family stay right, and logits exist for one chunk of tokens at a time.
 
 Shapes: B rows, T tokens, N tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -28,11 +28,11 @@ from megatrain.models.structure import LayerStandIn, Structure, attention_shape,
 from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""(layer index, positional arguments, keyword arguments) -> what HF's layer would return."""
+"""(layer index, positional arguments, keyword arguments) -> the output of HF's layer."""
 
 
 class StreamedLayer(LayerStandIn):
-    """A layer that holds no weights: hands its call to the engine."""
+    """A layer without weights that passes its call to the engine."""
 
     def __init__(self, index: int, module: nn.Module, run: RunLayer):
         super().__init__(module)
@@ -44,9 +44,9 @@ class StreamedLayer(LayerStandIn):
 
 
 class GivenStates(nn.Module):
-    """Stands for the base model in the head: returns the hidden states that it is given as `inputs_embeds`.
+    """Replaces the base model in the head: returns the hidden states given as `inputs_embeds`.
 
-    Plain attributes (multipliers) are the base model's. A submodule that holds the layers (OPT's heads call
+    Plain attributes (multipliers) are the base model's. A submodule on the path to the layers (OPT's heads call
     `self.model.decoder`) is this module again.
     """
 
@@ -68,7 +68,7 @@ class GivenStates(nn.Module):
 
 
 class _GivenOutput:
-    """A base model output with hidden states only; every other field reads as None."""
+    """A base model output with hidden states only; every other field is None."""
 
     def __init__(self, last_hidden_state: torch.Tensor):
         self.last_hidden_state = last_hidden_state
@@ -89,33 +89,32 @@ def _compute_chunk(
 
 
 def _can_flex(model: nn.Module) -> bool:
-    """Whether the family supports flex attention, with heads of a size that its kernels take (a power of two, at least 16)."""
-    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    shape = attention_shape(config)
-    if shape is None or not getattr(model, "_supports_flex_attn", False):
-        return False
-    *_, dim = shape
+    """Whether the family supports flex attention and its head size suits the kernels (a power of two, at least 16)."""
+    shape = attention_shape(model.config.get_text_config())  # type: ignore[union-attr,operator]
+    dim = shape[2] if shape is not None and getattr(model, "_supports_flex_attn", False) else 0
     return dim >= 16 and dim & (dim - 1) == 0
 
 
 class Shell:
-    """HF's code for everything but the layers. See [Note: the shell stays Hugging Face's].
+    """HF's code around the layers, and the layers' code. See [Note: the shell stays Hugging Face's].
 
     Args:
-        structure: The model taken apart; it is left untouched.
-        buffers: Every buffer of the model by full name, on the device.
-        run_layer: Called in place of each layer, in the order of HF's own loop.
+        structure: The dissected model; not changed.
+        buffers: All buffers of the model by full name, on the device.
+        run_layer: Called in place of each layer, in the order of HF's loop.
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
         compiled: Compile the layers, once per template group.
-        budget: Activation memory budget of layers whose activations are kept in part (compiled layers only).
-        flex: Use flex attention where the family has it, for packed rows and for rows longer than a layer's window: block
+        budget: Activation memory budget of the `selective` variant.
+        flex: Use flex attention, if the family supports it, for packed rows and for rows longer than a layer's window: block
             masks instead of T x T masks.
-        keeps_mlps: Whether some layers keep the products of their MLP's matrices.
-        token_wise: Which modules can be computed in chunks of tokens, from `find_token_wise`. Called when that matters, once
-            or twice.
+        keeps_mlps: Whether some layers use the `keep_mlp` variant.
+        token_wise: Returns the modules that can be computed in chunks of tokens, from `find_token_wise`. Called only if needed,
+            at most twice.
 
     Attributes:
-        chunk_tokens: MLPs and norms behind the layers are computed in chunks of so many tokens; None: whole.
+        head_names: Full names of the trained parameters that `logits` reads.
+        groups: Template group of each layer.
+        chunk_tokens: Maximum tokens that MLPs and the norms after the layers compute at once; None: all.
     """
 
     def __init__(
@@ -146,7 +145,6 @@ class Shell:
             for name in edge_names
             if name not in structure.frozen and (not name.startswith(self._base_prefix) or name in tied_heads)
         ]
-        """Full names of the trained parameters that `logits` reads."""
         self._plain_attention = self._base.config._attn_implementation
         self._masked_attention = self._plain_attention
         if flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
@@ -154,19 +152,15 @@ class Shell:
         self._window = attention_window(structure.model.config)
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
         self.groups = template_groups(self.layers)
-        """Template group of each layer."""
         templates = [self.layers[self.groups.index(group)] for group in sorted(set(self.groups))]
-        self._fp32_layer_names = [
-            {local for local, name in unit.full_names() if name in fp32_names} for unit in structure.layers
-        ]
         self._token_wise = token_wise
         self.chunk_tokens: int | None = None
         self._chunks: list[TokenChunks] = []
-        self._chunk_codes: dict[tuple[int, str], LayerCode] = {}  # layers of a group share what is compiled
+        self._chunk_codes: dict[tuple[int, str], LayerCode] = {}  # by template group and path
         self._streamed_base, self._layers_in_chunks = self._base, self.layers
-        places = token_wise() if keeps_mlps else {}
+        candidates = token_wise() if keeps_mlps else {}
         self._code = [
-            LayerCode(module, f"layer_{i}", compiled, budget, mlp_matrices(module, places))
+            LayerCode(module, f"layer_{i}", compiled, budget, mlp_matrices(module, candidates))
             for i, module in enumerate(templates)
         ]
         self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
@@ -178,24 +172,28 @@ class Shell:
     @functools.cached_property
     def _paths_in_chunks(self) -> tuple[list[str], list[list[str]]]:
         """Paths of the modules that can be computed in chunks of tokens: of the base model, and of each layer."""
-        places, prefix = self._token_wise(), self._base_prefix
-        names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
-        of_layers = [
-            modules_in_chunks(layer, places, fp32_names)
-            for layer, fp32_names in zip(self.layers, self._fp32_layer_names, strict=True)
-        ]
-        return modules_in_chunks(self._base, places, names), of_layers
+        candidates = self._token_wise()
+
+        def paths(module: nn.Module, prefix: str) -> list[str]:
+            fp32_names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
+            return modules_in_chunks(module, candidates, fp32_names)
+
+        units = self.structure.layers
+        of_layers = [paths(layer, unit.prefix) for layer, unit in zip(self.layers, units, strict=True)]
+        return paths(self._base, self._base_prefix), of_layers
 
     @property
     def can_chunk_mlps(self) -> bool:
-        """Whether an MLP of some layer can be computed in chunks of tokens."""
+        """Whether the MLP of any layer can be computed in chunks of tokens."""
         return any(self._paths_in_chunks[1])
 
     def compute_in_chunks(self, tokens: int) -> None:
-        """From the next call on, compute MLPs and the norms behind the layers, where they compute each token by itself, in
-        chunks of at most `tokens` tokens. No layer is being computed, and no graph of one is waiting."""
+        """From the next call on, compute token-wise MLPs and norms after the layers in chunks of at most `tokens` tokens.
+
+        No layer may be running, and no autograd graph of a layer may be waiting for its backward.
+        """
         if self.chunk_tokens is None:
-            self._put_stand_ins(tokens)
+            self._make_chunked(tokens)
         self.chunk_tokens = tokens
         for chunks in self._chunks:
             chunks.tokens = tokens
@@ -204,8 +202,8 @@ class Shell:
         for group, code in enumerate(self._code):
             code.compute_in_chunks(self._layers_in_chunks[self.groups.index(group)])
 
-    def _put_stand_ins(self, tokens: int) -> None:
-        """Make what computes in chunks of tokens, and put it in the places of MLPs and of the norms behind the layers."""
+    def _make_chunked(self, tokens: int) -> None:
+        """Make copies of the layers and the base model whose MLPs and norms compute in chunks of tokens."""
 
         def chunked(root: nn.Module, paths: Sequence[str], group: int | None) -> nn.Module:
             for path in paths:
@@ -227,23 +225,23 @@ class Shell:
         ]
 
     def compiled(self, index: int) -> bool:
-        """Whether layer `index` is compiled code, until now."""
+        """Whether layer `index` runs compiled code; False once its compilation has failed."""
         return self._code[self.groups[index]].compiled
 
     def kept_operations(self, index: int, variant: Variant) -> Stays:
-        """What layer `index` keeps in a variant that keeps one part of it."""
+        """Which operations' results layer `index` keeps in a variant of `PARTS`."""
         return self._code[self.groups[index]].kept_operations(variant)
 
     @property
     def attention(self) -> str:
-        """The attention implementation that `choose_attention` took last."""
+        """The attention implementation last set by `choose_attention`."""
         return self._base.config._attn_implementation
 
     def choose_attention(self, packed: bool, tokens: int) -> None:
-        """Take the attention implementation for rows of `tokens` tokens, of one document or packed, from now on.
+        """From now on, use the attention implementation for rows of `tokens` tokens, packed or of one document each.
 
-        Packed rows, and rows longer than the window of some layer, need a mask beside causality, which sdpa takes as T x T
-        entries. Other rows have none: sdpa's kernels know causality.
+        Packed rows, and rows longer than a layer's window, need a mask beyond causality, which sdpa takes as T x T entries.
+        Other rows need no mask: sdpa's kernels handle causality.
         """
         masked = packed or (self._window is not None and tokens >= self._window)
         implementation = self._masked_attention if masked else self._plain_attention
@@ -252,7 +250,7 @@ class Shell:
             config._attn_implementation = implementation
 
     def train(self, mode: bool) -> None:
-        """Put all modules in training or evaluation mode (dropout, router jitter)."""
+        """Set training or evaluation mode (dropout, router jitter) for all modules."""
         for module in (self._base, self._streamed_base, self._head, *self.layers, *self._layers_in_chunks):
             if module.training != mode:
                 module.train(mode)
@@ -265,16 +263,13 @@ class Shell:
             inputs: `input_ids` (B, T) and optionally `position_ids`, `attention_mask` (B, T), on the device.
 
         Returns:
-            Hidden states (B, T, D), ready for the head.
+            Hidden states (B, T, D) for `logits`.
         """
-        for name in inputs:
-            if name not in self._base_accepts:
-                raise UserError(
-                    f"{type(self._base).__name__} takes no {name}",
-                    remedy="this family cannot be trained on packed rows: set data.packing: false"
-                    if name == "position_ids"
-                    else None,
-                )
+        unknown = next((name for name in inputs if name not in self._base_accepts), None)
+        if unknown is not None:
+            packed = "this family cannot be trained on packed rows: set data.packing: false"
+            remedy = packed if unknown == "position_ids" else None
+            raise UserError(f"{type(self._base).__name__} takes no {unknown}", remedy=remedy)
         bound = {
             name.removeprefix(self._base_prefix): tensor
             for name, tensor in edges.items()
@@ -297,15 +292,16 @@ class Shell:
     def call_layer(
         self, index: int, variant: Variant, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """Compute layer `index` by HF's code with `weights` (layout names) and the layer's buffers bound for this call."""
-        code = self._code[self.groups[index]]
-        if not code.compiled:  # eager: the layer's own module, which may keep things to itself by its number
-            layer = (self._layers_in_chunks if variant in IN_CHUNKS else self.layers)[index]
-            return functional_call(layer, {**weights, **self._layer_buffers[index]}, args, kwargs)
-        return code(variant, {**weights, **self._layer_buffers[index]}, args, kwargs)
+        """Run HF's code of layer `index` with `weights` (layout names) and the layer's buffers bound for this call."""
+        code, bound = self._code[self.groups[index]], {**weights, **self._layer_buffers[index]}
+        if code.compiled:
+            return code(variant, bound, args, kwargs)
+        # Eager: the layer's own module, whose code may depend on its index.
+        layer = (self._layers_in_chunks if variant in IN_CHUNKS else self.layers)[index]
+        return functional_call(layer, bound, args, kwargs)
 
     def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
-        """Leaves over a slot's views, in the dtype HF keeps each parameter in; those of frozen parameters need no gradient."""
+        """Autograd leaves over a slot's views, in the dtype HF keeps each parameter in; without gradients if frozen."""
         leaves = {}
         for name, view in views.items():
             leaf = view.detach()
