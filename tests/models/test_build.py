@@ -1,4 +1,4 @@
-"""Building a model on meta: the same function as plain transformers, buffers and their dtypes included."""
+"""A model built on meta computes what plain transformers computes, with the same buffers and dtypes."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_same_buffers_and_logits_as_from_pretrained(saved: Path, dtype: torch.dt
 
     weights = dict(plain.named_parameters())
     assert all(p.is_meta and p.dtype == weights[n].dtype for n, p in meta.named_parameters())
-    assert weights.keys() == dict(meta.named_parameters()).keys(), "ties are kept"
+    assert weights.keys() == dict(meta.named_parameters()).keys(), "ties must be kept"
     expected = dict(plain.named_buffers())
     persistent = set(meta.state_dict())
     for name, buffer in meta.named_buffers():
         assert (buffer.dtype, buffer.device.type) == (expected[name].dtype, "cpu"), name
         if name in persistent:
-            assert not buffer.any(), f"{name} waits for weights"
+            assert not buffer.any(), f"{name} is filled when weights are loaded"
             buffer.copy_(expected[name])
         assert torch.equal(buffer, expected[name]), name
 
@@ -113,7 +113,7 @@ def test_same_buffers_and_logits_as_from_pretrained(saved: Path, dtype: torch.dt
 
 
 def test_rotary_table_stays_fp32_and_exact_at_long_positions():
-    """Case 7: a cast of inv_freq to bf16 moves position 32k by more than a full turn."""
+    """In bf16, inv_freq would be wrong by more than a full turn at position 32k."""
     config = AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 32768})
     meta = build_meta_model(config, compute_dtype=torch.bfloat16)
     inv_freq = dict(meta.named_buffers())["model.rotary_emb.inv_freq"]
@@ -123,7 +123,7 @@ def test_rotary_table_stays_fp32_and_exact_at_long_positions():
     assert angle_error < 1e-2
 
 
-def test_config_is_not_changed():
+def test_the_config_is_not_changed():
     config = AutoConfig.for_model("llama", **SMALL)
     before = config.to_dict()
     model = build_meta_model(config, compute_dtype=torch.bfloat16)
@@ -131,7 +131,7 @@ def test_config_is_not_changed():
     assert model.config.use_cache is False
 
 
-def test_attention_defaults_to_sdpa_where_supported():
+def test_attention_defaults_to_sdpa_if_supported():
     assert build_meta_model(tiny_config("llama"), compute_dtype=torch.float32).config._attn_implementation == "sdpa"
     assert build_meta_model(tiny_config("gpt_oss"), compute_dtype=torch.float32).config._attn_implementation == "eager"
     eager = build_meta_model(tiny_config("llama"), compute_dtype=torch.float32, attn_implementation="eager")
@@ -150,12 +150,12 @@ def test_fp32_parameters_follow_the_family():
     assert fp32_parameter_names(deepseek, torch.float32) == set()
     gpt_oss = build_meta_model(tiny_config("gpt_oss"), compute_dtype=torch.float16)
     names = fp32_parameter_names(gpt_oss, torch.float16)
-    assert "model.layers.0.input_layernorm.weight" in names, "kept in fp32 for fp16"
+    assert "model.layers.0.input_layernorm.weight" in names, "kept in fp32 under fp16"
     assert {n for n, p in gpt_oss.named_parameters() if p.dtype == torch.float32} == names
-    assert fp32_parameter_names(gpt_oss, torch.bfloat16) == set(), "and only for fp16"
+    assert fp32_parameter_names(gpt_oss, torch.bfloat16) == set(), "only under fp16"
 
 
-def test_parameters_that_a_family_makes_in_fp32_are_found():
+def test_parameters_that_a_family_always_creates_in_fp32_are_found():
     config = AutoConfig.for_model("hunyuan_v1_moe", **{**SMALL, "num_experts": 4, "moe_topk": 2})
     router = "model.layers.0.mlp.gate.wg.weight"
     meta = build_meta_model(config, compute_dtype=torch.bfloat16)
@@ -184,25 +184,25 @@ def test_from_memory_copies_no_parameter_and_leaves_the_model_alone():
     mine = {name: (buffer.data_ptr(), buffer) for name, buffer in model.named_buffers()}
     for name, buffer in twin.named_buffers():
         assert torch.equal(buffer, mine[name][1])
-        assert buffer.data_ptr() != mine[name][0], "a buffer of its own"
+        assert buffer.data_ptr() != mine[name][0], "a separate buffer"
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         logits = functional_call(twin, dict(model.named_parameters()), kwargs={"input_ids": ids}).logits
         assert torch.equal(logits, model(input_ids=ids).logits)
 
 
-def test_restore_buffers_touches_only_those_named():
+def test_restore_buffers_changes_only_the_given_names():
     config = AutoConfig.for_model("minimax", **{**SMALL, "num_local_experts": 4})
     model = build_meta_model(config, compute_dtype=torch.float32)
     buffers = dict(model.named_buffers())
     one, other = "model.layers.1.self_attn.slope_rate", "model.layers.1.self_attn.query_decay"
-    assert not buffers[one].any(), "persistent: waits for weights"
+    assert not buffers[one].any(), "persistent: filled when weights are loaded"
     restore_buffers(model, [one])
     assert buffers[one].all()
     assert not buffers[other].any()
 
 
-def test_restore_buffers_says_when_the_family_cannot():
+def test_restore_buffers_raises_if_the_family_does_not_set_one():
     model = build_meta_model(AutoConfig.for_model("apertus", **SMALL), compute_dtype=torch.float32)
     with pytest.raises(UserError, match=r"does not set model\.layers\.0\.mlp\.act_fn\.beta"):
         restore_buffers(model, ["model.layers.0.mlp.act_fn.beta"])

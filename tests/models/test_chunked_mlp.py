@@ -1,4 +1,4 @@
-"""Modules computed in chunks of tokens: which can be, and that they give what the whole gives."""
+"""Which modules can be computed in chunks of tokens, and that chunks equal the whole."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def places_of(name: str) -> dict[ModuleKey, str]:
     [
         ("llama", {"mlp", "norm"}),
         ("gpt2", {"mlp", "ln_f"}),
-        ("falcon", {"mlp", "ln_f"}),  # what its MLP gave is added to in place
+        ("falcon", {"mlp", "ln_f"}),  # modifies its MLP's output in place
         ("qwen3_moe", {"mlp", "norm"}),  # experts, and a router without a capacity
         ("granitemoeshared", {"block_sparse_moe", "shared_mlp", "norm"}),
         ("lfm2", {"feed_forward", "embedding_norm"}),
-        ("bloom", {"word_embeddings_layernorm", "ln_f"}),  # its MLP takes the residual as well
-        ("opt", {"decoder.final_layer_norm"}),  # its MLP is no module
+        ("bloom", {"word_embeddings_layernorm", "ln_f"}),  # its MLP takes the residual too
+        ("opt", {"decoder.final_layer_norm"}),  # its MLP is not a module
     ],
 )
-def test_what_computes_each_token_by_itself_is_found_by_what_it_does(name: str, paths: set[str]) -> None:
+def test_token_wise_modules_are_found_by_their_computation(name: str, paths: set[str]) -> None:
     assert {path for (_, path, _), objection in places_of(name).items() if not objection} == paths
 
 
-def test_what_stands_against_a_module_is_said() -> None:
+def test_the_objection_to_a_module_is_returned() -> None:
     objections = {path: objection for (_, path, _), objection in places_of("bloom").items()}
     assert objections["mlp"] == "takes more than hidden states"
 
 
 class Capacity(nn.Module):
-    """An MLP that takes the first tokens only, as experts with a capacity do."""
+    """An MLP that processes only the first tokens, like experts with a capacity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Layer(nn.Module):
         return hidden + self.mlp(hidden)
 
 
-def test_experts_with_a_capacity_are_left_whole_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_with_a_capacity_are_not_computed_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
     root = nn.Module()
     root.layer = layer = Layer(Capacity())
     places = find_token_wise(root, [layer], lambda: layer(torch.randn(2, 6, 8)))
@@ -87,7 +87,7 @@ def test_experts_with_a_capacity_are_left_whole_by_name(caplog: pytest.LogCaptur
     assert "Layer.mlp: not computed in chunks of tokens: output of a token depends on other tokens" in caplog.text
 
 
-def test_dropout_and_jitter_are_random_numbers() -> None:
+def test_dropout_and_jitter_draw_random_numbers() -> None:
     jitter = nn.Linear(2, 2)
     jitter.router_jitter_noise = 0.1  # type: ignore[assignment]
     assert draws_random_numbers(nn.Sequential(nn.Dropout(0.1)))
@@ -95,7 +95,7 @@ def test_dropout_and_jitter_are_random_numbers() -> None:
     assert not draws_random_numbers(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2)))
 
 
-def test_parameters_of_another_type_leave_a_module_whole() -> None:
+def test_a_module_with_fp32_parameters_is_not_computed_in_chunks() -> None:
     layer = build(BY_NAME["llama"], seed=0).model.layers[0]
     places = places_of("llama")
     assert modules_in_chunks(layer, places, ()) == ["mlp"]
@@ -103,7 +103,7 @@ def test_parameters_of_another_type_leave_a_module_whole() -> None:
     assert modules_in_chunks(layer, places, {"self_attn.q_proj.weight"}) == ["mlp"]
 
 
-def test_matrices_of_the_mlp_are_those_that_nothing_else_has_the_shape_of() -> None:
+def test_mlp_matrices_are_shapes_that_no_other_module_has() -> None:
     layer = build(BY_NAME["llama"], seed=0).model.layers[0]
     assert mlp_matrices(layer, places_of("llama")) == {tuple(sorted(layer.mlp.up_proj.weight.shape))}
     assert mlp_matrices(layer, {}) == frozenset()
@@ -127,7 +127,7 @@ def gradients(
 
 @pytest.mark.parametrize("tokens", [1, 5, 10, 13, 30])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2"])
-def test_chunks_give_what_the_whole_gives(name: str, tokens: int) -> None:
+def test_chunks_equal_the_whole(name: str, tokens: int) -> None:
     model = build(BY_NAME[name], seed=0)
     module = dissect(model).layer_stack()[1].get_submodule("mlp")
     x = torch.randn(2, 13, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -138,8 +138,8 @@ def test_chunks_give_what_the_whole_gives(name: str, tokens: int) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 
-def test_a_family_may_add_to_the_result_in_place() -> None:
-    """Falcon does."""
+def test_a_family_may_modify_the_output_in_place() -> None:
+    """As Falcon does."""
     model = build(BY_NAME["llama"], seed=0)
     module = dissect(model).layer_stack()[1].get_submodule("mlp")
     x = torch.randn(1, 13, model.config.hidden_size).requires_grad_()
@@ -150,7 +150,7 @@ def test_a_family_may_add_to_the_result_in_place() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_zeros() -> None:
+def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_gets_zeros() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
     state = {n: p.detach().clone().requires_grad_(n != "0.weight") for n, p in module.named_parameters()}
@@ -160,8 +160,8 @@ def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_zeros() -> None:
     assert torch.equal(unused, torch.zeros(3))
 
 
-def test_gradients_of_the_weights_are_summed_in_fp32_and_rounded_once() -> None:
-    """A bf16 sum of 256 ones stays at 256 from there on."""
+def test_weight_gradients_are_summed_in_fp32_and_rounded_once() -> None:
+    """A bf16 sum of ones never gets past 256."""
     module = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     state = {"weight": torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)}
     x = torch.ones(1, 1024, 1, dtype=torch.bfloat16)
@@ -170,7 +170,7 @@ def test_gradients_of_the_weights_are_summed_in_fp32_and_rounded_once() -> None:
     assert found.item() == 1024
 
 
-def test_what_comes_out_in_another_type_is_an_error_and_no_cast() -> None:
+def test_an_output_of_another_dtype_is_an_error() -> None:
     class Upcast(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden).double()

@@ -1,4 +1,4 @@
-"""Random initialisation straight into the planes: transformers' distributions, reproducible unit by unit."""
+"""Random initialisation into the planes: transformers' distributions, reproducible unit by unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.models import weights
 from megatrain.models.build import build_meta_model
 from megatrain.models.weights import initialize
 
-# gpt2 scales c_proj by depth; gemma2's norms start at zero; the hybrids draw dt_bias and A_log in ways of their own.
+# gpt2 scales c_proj by depth; gemma2's norms start at zero; the hybrids have special rules for dt_bias and A_log.
 NAMES = ["llama", "gpt2", "gpt_neox", "qwen3_moe", "gemma2", "bamba", "qwen3_next", "deepseek_v3", "falcon_h1"]
 
 
@@ -39,7 +39,7 @@ def test_same_distribution_as_transformers(name: str):
         if expected.numel() == 1 or expected.std() == 0:
             assert torch.equal(tensor, expected), key
             continue
-        # Standard errors of mean and standard deviation of a normal sample; five of them are far from chance.
+        # Standard errors of the mean and standard deviation of a normal sample; five of them are not chance.
         n, std = expected.numel(), expected.std().item()
         assert abs(tensor.mean() - expected.mean()) < 5 * std * math.sqrt(2 / n), key
         assert abs(tensor.std() - std) < 5 * std / math.sqrt(n) + 0.02 * std, key
@@ -49,7 +49,7 @@ def test_same_distribution_as_transformers(name: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bamba", "qwen3_next"])
-def test_numbers_drawn_on_a_gpu(name: str):
+def test_numbers_drawn_on_a_gpu_are_reproducible_and_distributed_alike(name: str):
     host_drawn, first, second = (fresh(BY_NAME[name]) for _ in range(3))
     initialize(host_drawn.structure, host_drawn.store, seed=5)
     for hosted in (first, second):
@@ -63,7 +63,7 @@ def test_numbers_drawn_on_a_gpu(name: str):
             assert abs(got.std() - want.std()) < 7 * want.std() / math.sqrt(want.numel()) + 0.02 * want.std(), key
 
 
-def test_model_is_on_meta_again_and_global_random_state_is_untouched():
+def test_the_model_is_on_meta_again_and_the_global_random_state_is_unchanged():
     hosted = fresh(BY_NAME["gpt2"])
     before = {name: id(p) for name, p in hosted.structure.model.named_parameters()}
     torch.manual_seed(3)
@@ -75,7 +75,7 @@ def test_model_is_on_meta_again_and_global_random_state_is_untouched():
     assert not hosted.store.units["layer.0"].states["m"].any()
 
 
-def test_same_seed_same_bits_whatever_the_depth_of_the_model():
+def test_the_same_seed_gives_the_same_bits_at_any_depth_of_the_model():
     family = BY_NAME["llama"]
     deep, again, other = fresh(family, split=True), fresh(family, split=True), fresh(family, split=True)
     initialize(deep.structure, deep.store, seed=1)
@@ -98,7 +98,7 @@ def test_masters_are_drawn_in_fp32():
     assert lo.count_nonzero() > 0.9 * hosted.structure.layers[0].layout.param_count
 
 
-def test_one_unit_is_real_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_only_one_unit_is_real_at_a_time(monkeypatch: pytest.MonkeyPatch):
     hosted = fresh(BY_NAME["llama"])
     units = {unit.layout.param_count for unit in hosted.structure.units}
     seen: list[int] = []
@@ -114,7 +114,7 @@ def test_one_unit_is_real_at_a_time(monkeypatch: pytest.MonkeyPatch):
     assert set(seen) == units
 
 
-def test_refuses_a_family_that_does_not_initialise_all_it_has():
+def test_a_family_that_leaves_a_parameter_uninitialised_is_refused():
     hosted = fresh(BY_NAME["openai-gpt"])
     with pytest.raises(UserError, match=r"does not set transformer\.h\.0\.attn\.c_attn\.weight"):
         initialize(hosted.structure, hosted.store, seed=0)
@@ -122,7 +122,7 @@ def test_refuses_a_family_that_does_not_initialise_all_it_has():
 
 
 def test_every_module_is_initialised_by_the_model_that_owns_it():
-    """A model inside a model (the language part of a larger one) has its own rules and its own config."""
+    """A model inside a model (the text model of a multimodal one) has its own rules and its own config."""
     structure = fresh(BY_NAME["llama"]).structure
     names = {module: name for name, module in structure.model.named_modules()}
     seen = {names[module]: names[owner] for unit in structure.units for owner, module in weights._walk(structure, unit)}

@@ -1,4 +1,4 @@
-"""Hugging Face's own code around layers that hold no weights gives Hugging Face's own numbers."""
+"""Hugging Face's code around layers without weights computes Hugging Face's numbers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def inputs_of(family: Family, kind: Any = "plain") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted({f.name for f in CORE} | set(SCALED.split())))
-def test_logits_equal_hugging_face_s(name: str) -> None:
-    """CASES 8: soft caps, embedding, residual and logit multipliers, windows, NoPE: whatever HF's forward does."""
+def test_logits_equal_those_of_hugging_face(name: str) -> None:
+    """With soft caps, embedding, residual and logit multipliers, windows and NoPE layers."""
     world, inputs = World(build(BY_NAME[name], seed=0)), inputs_of(BY_NAME[name], "masked")
     torch.testing.assert_close(world.logits(inputs), world.plain(inputs), rtol=1e-4, atol=1e-5)
     assert world.calls == list(range(len(world.structure.layers))), "each layer once, in order"
@@ -77,7 +77,7 @@ def test_packed_positions_are_passed_to_every_layer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "opt", "gemma3n_text"])
 @pytest.mark.parametrize("tie", [True, False])
-def test_the_head_reads_a_tied_weight_under_its_one_name(name: str, tie: bool) -> None:
+def test_the_head_reads_a_tied_weight_under_the_name_it_is_kept_under(name: str, tie: bool) -> None:
     world, inputs = World(build(BY_NAME[name], seed=0, tie=tie)), inputs_of(BY_NAME[name])
     torch.testing.assert_close(world.logits(inputs), world.plain(inputs), rtol=1e-4, atol=1e-5)
     embedding = world.model.get_input_embeddings().weight
@@ -86,8 +86,8 @@ def test_the_head_reads_a_tied_weight_under_its_one_name(name: str, tie: bool) -
     assert ("lm_head.weight" in world.shell.head_names) == (not tie)
 
 
-def test_the_head_s_trained_parameters_are_the_head_s_alone() -> None:
-    """The final norm stands before the token chunks, in the base model; a frozen parameter gets no gradient."""
+def test_head_names_are_the_trained_parameters_of_the_head_alone() -> None:
+    """The final norm belongs to the base model; a frozen parameter gets no gradient."""
     assert World(build(BY_NAME["phimoe"], seed=0, tie=False)).shell.head_names == ["lm_head.weight", "lm_head.bias"]
     model = build(BY_NAME["llama"], seed=0, tie=False)
     model.lm_head.weight.requires_grad_(False)
@@ -95,24 +95,23 @@ def test_the_head_s_trained_parameters_are_the_head_s_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba"])
-def test_a_family_whose_base_knows_no_positions_refuses_packed_rows(name: str) -> None:
-    """CASES 32."""
+def test_a_family_without_position_ids_refuses_packed_rows(name: str) -> None:
     world, inputs = World(build(BY_NAME[name], seed=0)), inputs_of(BY_NAME[name])
     inputs["position_ids"] = torch.zeros_like(inputs["input_ids"])
     with pytest.raises(UserError, match=r"takes no position_ids\n  -> .*data\.packing: false"):
         world.logits(inputs)
 
 
-def test_an_input_that_the_base_does_not_know_is_refused_by_name() -> None:
+def test_an_unknown_input_is_refused_by_name() -> None:
     world, inputs = World(build(BY_NAME["llama"], seed=0)), inputs_of(BY_NAME["llama"])
     with pytest.raises(UserError, match="LlamaModel takes no token_type_ids"):
         world.logits({**inputs, "token_type_ids": torch.zeros_like(inputs["input_ids"])})
 
 
-# ------------------------------------------------------------------ weightless, and leaving the model alone
+# ------------------------------------------------------------------ no weights, no changes to the model
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_not_changed() -> None:
     model = build(BY_NAME["qwen3_moe"], seed=0)
     before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     world = World(model)
@@ -122,7 +121,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_streamed_layer_has_no_tensors_and_its_layer_s_attributes() -> None:
+def test_a_streamed_layer_has_its_layer_s_attributes_but_no_tensors() -> None:
     model = build(BY_NAME["gemma3_text"], seed=0)
     layer = StreamedLayer(3, model.model.layers[3], lambda *call: call)
     assert list(layer.parameters()) == []
@@ -130,7 +129,7 @@ def test_a_streamed_layer_has_no_tensors_and_its_layer_s_attributes() -> None:
     assert layer.self_attn is model.model.layers[3].self_attn
     assert layer(1, key=2) == (3, (1,), {"key": 2})
     with pytest.raises(AttributeError):
-        layer.nothing_of_that_name  # noqa: B018
+        layer.no_such_attribute  # noqa: B018
 
 
 def test_layers_compute_with_the_weights_they_are_given() -> None:
@@ -159,7 +158,7 @@ def test_training_mode_reaches_the_shell_and_the_layers() -> None:
 # ------------------------------------------------------------------ leaves
 
 
-def test_leaves_are_views_of_the_slot_that_ask_for_gradients_where_the_family_trains() -> None:
+def test_leaves_are_views_of_the_slot_and_require_gradients_unless_frozen() -> None:
     world = World(build(BY_NAME["ernie4_5_moe"], seed=0), fp32_names=frozenset())
     unit = world.structure.layers[1]
     slot = torch.zeros(unit.layout.numel)
@@ -174,7 +173,7 @@ def test_leaves_are_views_of_the_slot_that_ask_for_gradients_where_the_family_tr
     assert not any(leaf.requires_grad for leaf in still.values())
 
 
-def test_parameters_that_the_family_keeps_in_fp32_are_computed_in_fp32() -> None:
+def test_parameters_that_the_family_keeps_in_fp32_have_fp32_leaves() -> None:
     structure = dissect(build(BY_NAME["llama"], seed=0))
     unit = structure.layers[0]
     name = unit.prefix + "input_layernorm.weight"
@@ -186,7 +185,7 @@ def test_parameters_that_the_family_keeps_in_fp32_are_computed_in_fp32() -> None
     assert {leaf.dtype for local, leaf in leaves.items() if local != "input_layernorm.weight"} == {torch.bfloat16}
 
 
-def test_buffers_go_to_who_reads_them() -> None:
+def test_buffers_are_bound_to_the_module_that_reads_them() -> None:
     """Rotary tables to the base model, router corrections to their layer."""
     world = World(build(BY_NAME["deepseek_v3"], seed=0))
     routers = [set(buffers) for buffers in world.shell._layer_buffers]
@@ -196,7 +195,7 @@ def test_buffers_go_to_who_reads_them() -> None:
     assert found == len(dict(world.model.named_buffers()))
 
 
-def test_a_streamed_stack_is_a_module_list_like_hugging_face_s() -> None:
+def test_a_streamed_stack_is_a_module_list() -> None:
     world = World(build(BY_NAME["llama"], seed=0))
     assert isinstance(world.shell._base.layers, nn.ModuleList)
     assert len(world.shell._base.layers) == 4
@@ -205,8 +204,8 @@ def test_a_streamed_stack_is_a_module_list_like_hugging_face_s() -> None:
 @pytest.mark.parametrize(
     ("name", "packed"), [("llama", "flex_attention"), ("gemma2", "eager"), ("youtu", "sdpa")], ids=lambda v: v
 )
-def test_packed_rows_take_flex_attention_where_the_family_has_it(name: str, packed: str) -> None:
-    """Gemma 2 was asked for eager attention; Youtu's heads are of a size that flex kernels do not take."""
+def test_packed_rows_use_flex_attention_if_the_family_supports_it(name: str, packed: str) -> None:
+    """Gemma 2 runs with eager attention here; Youtu's head size does not suit flex kernels."""
     plain = BY_NAME[name].attention
     for flex, wanted in ((True, packed), (False, plain)):
         world = World(build(BY_NAME[name], seed=0), flex=flex)
@@ -217,8 +216,8 @@ def test_packed_rows_take_flex_attention_where_the_family_has_it(name: str, pack
 
 
 @pytest.mark.parametrize(("name", "window"), [("mistral", 8), ("olmo3", 8), ("llama", None)])
-def test_rows_longer_than_a_layer_s_window_take_flex_attention(name: str, window: int | None) -> None:
-    """sdpa would be given a mask of T x T entries for them."""
+def test_rows_longer_than_a_layer_s_window_use_flex_attention(name: str, window: int | None) -> None:
+    """sdpa would need a mask of T x T entries."""
     world = World(build(BY_NAME[name], seed=0), flex=True)
     for tokens, wanted in ((7, "sdpa"), (1 << 18, "sdpa" if window is None else "flex_attention")):
         world.shell.choose_attention(packed=False, tokens=tokens)
@@ -226,7 +225,7 @@ def test_rows_longer_than_a_layer_s_window_take_flex_attention(name: str, window
 
 
 def test_compiled_layers_are_compiled_again_for_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compiler's front half, as often as chunks get smaller: it gives up after a few versions of one code object."""
+    """Every smaller chunk size gets a new code object, because the compiler gives up after a few versions of one."""
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda f, dynamic: compile(f, dynamic=dynamic, backend="aot_eager", fullgraph=True)
@@ -247,6 +246,6 @@ def test_compiled_layers_are_compiled_again_for_smaller_chunks(monkeypatch: pyte
             world.shell.compute_in_chunks(chunk)
         with torch._dynamo.config.patch(recompile_limit=1):
             torch.testing.assert_close(world.logits(inputs), want, rtol=1e-4, atol=1e-4)
-        assert sizes == [chunk] * rows * (layers + 1), "each MLP, and the norm behind the layers"
+        assert sizes == [chunk] * rows * (layers + 1), "each MLP, and the norm after the layers"
         assert world.shell.compiled(0)
         sizes.clear()

@@ -1,4 +1,4 @@
-"""A model taken apart by its shape: the stack, the units, what belongs to which end."""
+"""Dissecting a model by its shape: the layer stack, the units, embedding and head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.models.build import build_meta_model
 from megatrain.models.structure import Structure, attention_shape, dissect, persistent_buffers, with_submodule
 
 
-def apart(name: str, tie: bool | None = None) -> Structure:
+def dissected(name: str, tie: bool | None = None) -> Structure:
     return dissect(build(BY_NAME[name], seed=0, tie=tie))
 
 
@@ -28,7 +28,7 @@ EMBEDDING = {
     "llama": ["model.embed_tokens.weight"],
     "gpt2": ["transformer.wte.weight", "transformer.wpe.weight"],
     "opt": ["model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"],
-    # registered behind the layers, read before them
+    # registered after the layers, read before them
     "gemma3n_text": [
         "model.embed_tokens.weight",
         "model.embed_tokens_per_layer.weight",
@@ -52,20 +52,19 @@ HEAD = {
 
 
 @pytest.mark.parametrize("name", EMBEDDING)
-def test_what_is_read_before_the_first_layer_is_the_embedding(name: str) -> None:
+def test_parameters_read_before_the_first_layer_are_the_embedding(name: str) -> None:
     """[Note: embedding or head]"""
-    assert sorted(names(apart(name, tie=False), 0)) == sorted(EMBEDDING[name])
+    assert sorted(names(dissected(name, tie=False), 0)) == sorted(EMBEDDING[name])
 
 
 @pytest.mark.parametrize("name", HEAD)
-def test_the_rest_of_the_shell_is_the_head(name: str) -> None:
-    assert sorted(names(apart(name, tie=False), -1)) == sorted(HEAD[name])
+def test_the_other_parameters_of_the_shell_are_the_head(name: str) -> None:
+    assert sorted(names(dissected(name, tie=False), -1)) == sorted(HEAD[name])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3n_text"])
 def test_a_tied_head_is_kept_once_under_the_embedding_s_name(name: str) -> None:
-    """CASES 13."""
-    structure = apart(name, tie=True)
+    structure = dissected(name, tie=True)
     embedding = EMBEDDING[name][0]
     assert structure.tied == {"lm_head.weight": embedding}
     assert "lm_head.weight" not in names(structure, -1)
@@ -89,7 +88,7 @@ def test_every_parameter_of_every_family_is_in_exactly_one_unit(family: Family) 
 
 
 @pytest.mark.parametrize("family", CORE, ids=str)
-def test_taking_apart_changes_nothing(family: Family) -> None:
+def test_dissecting_changes_nothing(family: Family) -> None:
     model = build(family, seed=0)
     before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     modules = [id(m) for m in model.modules()]
@@ -137,8 +136,8 @@ def test_a_model_without_a_stack_is_refused() -> None:
         dissect(Toy(Base(blocks=linears(2)), layers=3))
 
 
-def test_a_list_inside_a_layer_is_no_stack() -> None:
-    """Longcat's layers hold lists of two; its stack has another length than `num_hidden_layers`."""
+def test_a_list_inside_a_layer_is_not_the_stack() -> None:
+    """Longcat's layers contain lists of two; the length of its stack is not `num_hidden_layers`."""
     inside = nn.ModuleList(Base(experts=linears(2)) for _ in range(3))
     with pytest.raises(UserError, match="no stack of 2 decoder layers"):
         dissect(Toy(Base(layers=inside), layers=2))
@@ -167,20 +166,20 @@ def test_layers_that_share_parameters_are_refused() -> None:
         dissect(build(BY_NAME["zamba2"], seed=0))
 
 
-def test_a_base_whose_trial_forward_fails_goes_with_the_embedding() -> None:
-    """Where nothing can be learnt, the device holds more for the step, and the result is the same."""
+def test_a_base_whose_forward_fails_belongs_to_the_embedding() -> None:
+    """The device then keeps more parameters during the step; the result is the same."""
     structure = dissect(Toy(Base(embed=nn.Embedding(7, 4), layers=linears(2), norm=nn.LayerNorm(4)), layers=2))
     assert names(structure, 0) == ["model.embed.weight", "model.norm.weight", "model.norm.bias"]
     assert names(structure, -1) == ["lm_head.weight", "lm_head.bias"]
 
 
-def test_a_copy_with_another_submodule_leaves_the_original() -> None:
+def test_with_submodule_does_not_change_the_original() -> None:
     root = Base(a=Base(b=Base(c=nn.Linear(2, 2)), d=nn.Linear(3, 3)))
     replacement = nn.Linear(5, 5)
     twin = with_submodule(root, "a.b.c", replacement)
     assert twin.get_submodule("a.b.c") is replacement
     assert root.get_submodule("a.b.c") is not replacement
-    assert twin.get_submodule("a.d") is root.get_submodule("a.d"), "what is off the path is shared"
+    assert twin.get_submodule("a.d") is root.get_submodule("a.d"), "modules off the path are shared"
 
 
 @pytest.mark.parametrize(
@@ -190,8 +189,8 @@ def test_attention_shape(name: str, shape: tuple[int, int, int] | None) -> None:
     assert attention_shape(config(BY_NAME[name])) == shape
 
 
-def test_layers_with_heads_of_different_sizes_have_no_one_shape() -> None:
-    """Gemma 4's published configs: transformers refuses to read `head_dim` from them."""
+def test_layers_with_different_head_sizes_have_no_attention_shape() -> None:
+    """As in Gemma 4's published configs, where reading `head_dim` raises."""
     assert attention_shape(wide_heads()) is None
 
 

@@ -1,4 +1,4 @@
-"""Layers that run the same code are one template; what cannot be compiled runs as it is, and says so."""
+"""Layers with the same code share a template; a layer that cannot be compiled runs eager, with a warning."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def groups(name: str) -> list[int]:
         ("lfm2", [0, 1, 0]),
     ],
 )
-def test_groups(name: str, want: list[int]) -> None:
+def test_template_groups(name: str, want: list[int]) -> None:
     assert groups(name) == want
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_a_template_computes_what_each_layer_of_its_group_computes(family: Family) -> None:
-    """Layers of one group have equal tensors by name and shape, so the template can be bound to any of them."""
+def test_a_template_can_be_bound_to_each_layer_of_its_group(family: Family) -> None:
+    """Layers of one group have tensors of the same names, shapes and dtypes."""
     layers = list(dissect(build_meta_model(config(family), compute_dtype=torch.float32)).layer_stack())
     for layer, group in zip(layers, template_groups(layers), strict=True):
         template = layers[template_groups(layers).index(group)]
@@ -100,7 +100,7 @@ def bound(module: nn.Module, factor: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def fake_compile(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> list[Any]:
-    """torch.compile without a compiler: notes what it is asked for, and fails on the first call if it is to."""
+    """torch.compile without a compiler: records the functions, and raises `error` on the first call."""
     asked: list[Any] = []
 
     def compile(function: Any, **options: Any) -> Any:
@@ -117,7 +117,7 @@ def fake_compile(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = 
     return asked
 
 
-def test_each_variant_is_compiled_once_with_a_code_object_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_variant_is_compiled_once_with_a_separate_code_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """[Note: variants]"""
     asked, module, x = fake_compile(monkeypatch), Layer(0), torch.randn(2, 3)
     code = LayerCode(module, "layer_0", compiled=True)
@@ -130,7 +130,7 @@ def test_each_variant_is_compiled_once_with_a_code_object_of_its_own(monkeypatch
     assert code.compiled
 
 
-def test_only_the_selective_variant_is_bounded_by_the_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_selective_variant_has_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
     module = Layer(0)
     code = LayerCode(module, "layer_0", compiled=True, budget=0.25)
@@ -170,7 +170,7 @@ def test_a_layer_that_cannot_be_compiled_runs_eager_with_one_warning(
     assert "eager" in record.message
 
 
-def test_an_error_of_the_layer_itself_is_not_taken_for_the_compiler_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_layer_itself_is_not_a_compiler_error(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compile(monkeypatch, torch.OutOfMemoryError("no room"))
     code = LayerCode(Layer(0), "layer_0", compiled=True)
     with pytest.raises(torch.OutOfMemoryError):
@@ -178,7 +178,7 @@ def test_an_error_of_the_layer_itself_is_not_taken_for_the_compiler_s(monkeypatc
     assert code.compiled
 
 
-def test_eager_code_asks_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_code_does_not_call_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, module = fake_compile(monkeypatch), Layer(0)
     LayerCode(module, "layer_0", compiled=False)("keep", bound(module), (torch.randn(2, 3),), {})
     assert asked == []

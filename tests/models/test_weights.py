@@ -1,4 +1,4 @@
-"""Weights of a folder in the planes and back: names, shapes, types and values as transformers reads and writes them."""
+"""Weights from a folder to the planes and back: names, shapes, dtypes and values as transformers reads and writes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ROUND_TRIP)
-def test_planes_equal_from_pretrained_and_go_back(name: str, tmp_path: Path):
+def test_planes_equal_from_pretrained_and_convert_back(name: str, tmp_path: Path):
     save_family(name, tmp_path)
     hosted = host_folder(tmp_path)
     check_weights(tmp_path, hosted.structure)
@@ -61,7 +61,7 @@ def test_planes_equal_from_pretrained_and_go_back(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("split", [True, False])
-def test_no_source_type_is_rounded(dtype: torch.dtype, split: bool, tmp_path: Path):
+def test_no_source_dtype_is_rounded(dtype: torch.dtype, split: bool, tmp_path: Path):
     save_family("llama", tmp_path, dtype=dtype)
     hosted = host_folder(tmp_path, split)
     load_weights(tmp_path, hosted.structure, hosted.store, hosted.buffers)
@@ -69,7 +69,7 @@ def test_no_source_type_is_rounded(dtype: torch.dtype, split: bool, tmp_path: Pa
     assert all(torch.equal(master, source[key].float()) for key, master in hosted.masters().items())
 
 
-def test_shards_loose_files_and_one_file_give_the_same(tmp_path: Path):
+def test_one_file_shards_and_loose_files_give_the_same_weights(tmp_path: Path):
     model = save_family("qwen3_moe", tmp_path / "one")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
     assert (tmp_path / "sharded" / weights.INDEX_FILE).is_file()
@@ -87,7 +87,7 @@ def test_shards_loose_files_and_one_file_give_the_same(tmp_path: Path):
         assert all(torch.equal(other[key], masters[0][key]) for key in masters[0])
 
 
-def test_tied_weight_under_either_name(tmp_path: Path):
+def test_a_tied_weight_may_have_either_name_or_both(tmp_path: Path):
     save_family("llama", tmp_path, tie=True)
     source = load_file(tmp_path / "model.safetensors")
     embedding = source.pop("model.embed_tokens.weight")
@@ -102,7 +102,7 @@ def test_tied_weight_under_either_name(tmp_path: Path):
         load_weights(tmp_path, hosted.structure, hosted.store, hosted.buffers)
 
 
-def test_base_model_names_without_prefix(tmp_path: Path):
+def test_files_of_a_base_model_have_names_without_prefix(tmp_path: Path):
     model = save_family("llama", tmp_path, tie=True)
     model.model.save_pretrained(tmp_path / "base")
     model.config.save_pretrained(tmp_path / "base")
@@ -147,15 +147,15 @@ def test_refused_tensors(change, says: str, tmp_path: Path):
         assert ("dequantize" in str(caught.value)) == ("float8" in says)
 
 
-def test_headers_are_checked_without_reading_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_headers_are_checked_without_reading_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_family("qwen3_moe", tmp_path)
     hosted = host_folder(tmp_path)
     monkeypatch.setattr(weights, "_map_tensors", lambda *_: pytest.fail("a value was read"))
     check_weights(tmp_path, hosted.structure)
 
 
-def test_headers_of_tied_and_of_base_models(tmp_path: Path):
-    """Every name that a tied tensor, or a model without its prefix, may have in the files."""
+def test_headers_of_tied_models_and_of_base_models(tmp_path: Path):
+    """All names that tied tensors, and tensors of a model without its prefix, may have in the files."""
     model = save_family("llama", tmp_path, tie=True)
     hosted = host_folder(tmp_path)
     source = load_file(tmp_path / "model.safetensors")
@@ -170,7 +170,7 @@ def test_headers_of_tied_and_of_base_models(tmp_path: Path):
     check_weights(tmp_path / "base", hosted.structure)
 
 
-def test_unexpected_tensors_are_said_and_harmless_ones_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unexpected_tensors_are_logged_except_for_harmless_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     save_family("llama", tmp_path)
     edit(tmp_path, lambda t: t.update({"model.layers.0.rotary_emb.inv_freq": torch.ones(4)}))
     hosted = host_folder(tmp_path)
@@ -182,7 +182,7 @@ def test_unexpected_tensors_are_said_and_harmless_ones_are_not(tmp_path: Path, c
     assert "1 tensor not used: vision.proj.weight" in caplog.text
 
 
-def test_absent_buffer_keeps_its_initial_value_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_missing_buffer_keeps_its_initial_value_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     save_family("minimax", tmp_path)
     name = "model.layers.1.self_attn.slope_rate"
     hosted = host_folder(tmp_path)
@@ -229,8 +229,8 @@ def test_damaged_shards_are_named(tmp_path: Path):
         find_weight_files(tmp_path)
 
 
-def test_one_unit_is_real_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Peak memory by count: what a conversion returns is one unit, and nothing of it stays in the model."""
+def test_only_one_unit_is_real_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each conversion returns one unit, and leaves nothing in the model."""
     save_family("qwen3_moe", tmp_path)
     hosted = host_folder(tmp_path)
     sizes: list[int] = []
