@@ -19,13 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from families import BY_NAME, batch, build
 from hosted import as_bits
-from megatrain.checkpoint import async_save as background
-from megatrain.checkpoint import copies, files, reader
-from megatrain.checkpoint.async_save import RunningSave, SaveCancelled, UnitState
-from megatrain.checkpoint.copies import CopyMemory
+from megatrain.checkpoint import files, host_planes, reader, writer
+from megatrain.checkpoint.async_save import SaveCancelled
+from megatrain.checkpoint.host_planes import HostCheckpoints, HostPlanes, StagingMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
 from megatrain.device.copier import HostReader
 from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.host.step import StepRunner
 from megatrain.errors import EngineClosed, UserError
 from megatrain.optim.adamw import AdamW
 
@@ -56,8 +56,9 @@ def train(engine: HostEngine, batches: list[dict[str, torch.Tensor]]) -> list[fl
 
 
 def planes_of(engine: HostEngine) -> dict[str, torch.Tensor]:
-    """Every plane that is state, copied."""
-    engine._optimizer.wait_all()
+    """A copy of every plane that is state, after all updates."""
+    for _ in engine.named_parameters():
+        pass
     return {
         f"{name}.{kind}": plane.clone()
         for name, planes in engine.store.units.items()
@@ -92,9 +93,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def writer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer of a save starts only when a unit has been copied."""
     copied = threading.Event()
-    ended, write = RunningSave._copy_ended, background.write_planned
+    ended, write = HostPlanes._copy_ended, host_planes.write_planned
 
-    def copying(self: RunningSave, *arguments: Any) -> None:
+    def copying(self: HostPlanes, *arguments: Any) -> None:
         ended(self, *arguments)
         copied.set()
 
@@ -102,8 +103,27 @@ def writer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         assert copied.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(RunningSave, "_copy_ended", copying)
-    monkeypatch.setattr(background, "write_planned", writing)
+    monkeypatch.setattr(HostPlanes, "_copy_ended", copying)
+    monkeypatch.setattr(host_planes, "write_planned", writing)
+
+
+@pytest.fixture
+def held_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The writer of a save starts only when this is set."""
+    released, write = threading.Event(), host_planes.write_planned
+    monkeypatch.setattr(host_planes, "write_planned", lambda *arguments: released.wait(60) and write(*arguments))
+    return released
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def state_bytes(engine: HostEngine) -> int:
+    return sum(plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values())
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -149,21 +169,21 @@ def test_any_placement_reads_any_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", ["host", "resident", "partly resident"])
-def test_units_are_copied_before_anybody_asks(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the writer held: all that is there for it was copied ahead."""
-    go_on, write = threading.Event(), background.write_planned
-    monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
+def test_all_units_are_copied_before_their_updates_if_there_is_room(
+    placement: str, tmp_path: Path, held_writer: threading.Event
+) -> None:
     with engine_of(**PLACEMENTS[placement]) as engine:
         train(engine, data(1))
+        then = planes_of(engine)
         save = engine.save(tmp_path / "ckpt", background=True)
-        save._ahead.join(30)
-        assert set(save._states.values()) == {UnitState.COPIED}
-        assert save.progress().copied_bytes == sum(
-            plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values()
-        )
+        until(lambda: save.progress().copied_bytes == state_bytes(engine))
         train(engine, data(2))
-        go_on.set()
+        planes_of(engine)  # all updates have run, though nothing was written yet
+        assert not save.done()
+        held_writer.set()
         save.result()
+        engine.load(tmp_path / "ckpt")
+        assert_same(planes_of(engine), then)
 
 
 def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
@@ -177,8 +197,7 @@ def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
         with monkeypatch.context() as patch:
             patch.setattr(HostReader, "read", no_memory)
             save = engine.save(tmp_path / "one", background=True, on_error="warn")
-            save._ahead.join(30)
-            with pytest.raises(OSError, match="no memory"):
+            with pytest.raises(UserError, match=r"could not be saved: OSError.*no memory"):
                 save.result(30)
         train(engine, data(2))
         assert not (tmp_path / "one").exists()
@@ -191,14 +210,14 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
 ) -> None:
     """The save loses nothing, and neither side waits for a copy that nobody makes."""
     slow_disk(0.001)
-    made, mapped = itertools.count(), CopyMemory.like
+    made, mapped = itertools.count(), StagingMemory.like
 
-    def short(self: CopyMemory, plane: torch.Tensor) -> torch.Tensor:
+    def short(self: StagingMemory, plane: torch.Tensor) -> torch.Tensor:
         if next(made) >= refused_from:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return mapped(self, plane)
 
-    monkeypatch.setattr(CopyMemory, "like", short)
+    monkeypatch.setattr(StagingMemory, "like", short)
     with engine_of() as engine:
         train(engine, data(1))
         then = planes_of(engine)
@@ -213,20 +232,21 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
 def test_prepared_memory_is_what_the_copies_take(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
 ) -> None:
-    """All of it, and no more is mapped; what a save has left over goes back with its end, or with the engine's."""
+    """A save maps no more memory. Memory left over returns to the system at the end of the save, or of the engine."""
+    made: list[StagingMemory] = []
+    construct = StagingMemory.__init__
+    monkeypatch.setattr(StagingMemory, "__init__", lambda self: (made.append(self), construct(self))[1])
     slow_disk(0.001)
     with engine_of(**PLACEMENTS[placement]) as engine:
         train(engine, data(1))
         then = planes_of(engine)
-        size = sum(plane.nbytes for planes in engine.store.units.values() for plane in planes.state().values())
-        memory = engine._desk._memory
+        size = state_bytes(engine)
+        (memory,) = made
         engine.prepare_save()
-        engine.prepare_save()  # while the first one works, or when all is there: nothing more
-        assert memory._toucher is not None
-        memory._toucher.join(30)
-        assert memory.ready_bytes == size
+        engine.prepare_save()  # while the first call works, or when everything is ready: no effect
+        until(lambda: memory.ready_bytes == size)
         with monkeypatch.context() as patch:
-            patch.setattr(copies, "Arena", lambda size: pytest.fail("mapped during the save"))
+            patch.setattr(host_planes, "Arena", lambda size: pytest.fail("mapped during the save"))
             save = engine.save(tmp_path / "ckpt", background=True)
             train(engine, data(2, 1))
             assert save.result(60).copied_bytes > 0
@@ -234,18 +254,18 @@ def test_prepared_memory_is_what_the_copies_take(
         engine.load(tmp_path / "ckpt")
         assert_same(planes_of(engine), then)
         engine.prepare_save(size // 2)
-        assert memory._toucher is not None
-        memory._toucher.join(30)
-        assert 0 < memory.ready_bytes <= size // 2
+        until(lambda: memory.ready_bytes > 0)
+        time.sleep(0.05)
+        assert memory.ready_bytes <= size // 2
     assert memory.ready_bytes == 0
 
 
 def test_no_memory_is_prepared_that_the_host_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "available_host_bytes", lambda: copies.LEFT_BYTES + 5000)
-    memory = CopyMemory()
+    monkeypatch.setattr(host_planes, "available_host_bytes", lambda: host_planes.RESERVED_BYTES + 5000)
+    memory = StagingMemory()
     memory.prepare([4096, 1 << 20, 4096])
-    assert memory._toucher is not None
-    memory._toucher.join(30)
+    until(lambda: memory.ready_bytes > 0)
+    time.sleep(0.05)
     assert memory.ready_bytes == 4096
     assert memory.missing_bytes([torch.empty(1024), torch.empty(1024), torch.empty(512)]) == 4096 + 2048
 
@@ -265,7 +285,7 @@ def test_copies_take_no_memory_that_the_host_does_not_have(
 ) -> None:
     """A save on a full host costs waits, not the run."""
     slow_disk(0.001)
-    monkeypatch.setattr(background, "available_host_bytes", lambda: background.LEFT_BYTES)
+    monkeypatch.setattr(host_planes, "available_host_bytes", lambda: host_planes.RESERVED_BYTES)
     with engine_of(**PLACEMENTS[placement]) as engine:
         train(engine, data(1))
         then = planes_of(engine)
@@ -277,21 +297,19 @@ def test_copies_take_no_memory_that_the_host_does_not_have(
 
 
 def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_writer: threading.Event
 ) -> None:
     def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    go_on, write = threading.Event(), background.write_planned
-    monkeypatch.setattr(background, "write_planned", lambda *arguments: go_on.wait(60) and write(*arguments))
-    monkeypatch.setattr(RunningSave, "_copy_ahead", lambda self: None)
+    monkeypatch.setattr(HostPlanes, "_copy_ahead", lambda self: None)
     monkeypatch.setattr(HostReader, "read", no_memory)
     with engine_of(resident="all", kept="all") as engine, engine_of(resident="all", kept="all") as calm:
         train(engine, data(1))
         save = engine.save(tmp_path / "one", background=True, on_error="warn")
         train(engine, data(1, 1))
-        go_on.set()
-        with pytest.raises(OSError, match="no memory"):
+        held_writer.set()
+        with pytest.raises(UserError, match=r"could not be saved: OSError.*no memory"):
             save.result(60)
         train(calm, data(2))
         assert_same(planes_of(engine), planes_of(calm))
@@ -304,16 +322,16 @@ def test_copies_are_bounded(
     """CASES 25, by count: the copies that exist at one time never exceed the buffer."""
     slow_disk(0.001)
     most: list[int] = []
-    claim = RunningSave._claim
+    claim = HostPlanes._claim
 
-    def watched(self: RunningSave, unit: str) -> bool:
+    def watched(self: HostPlanes, unit: str) -> bool:
         claimed = claim(self, unit)
         with self._changed:
             copies = list(self._copies.values())
         most.append(sum(plane.nbytes for copy in copies for plane in copy.state().values()))
         return claimed
 
-    monkeypatch.setattr(RunningSave, "_claim", watched)
+    monkeypatch.setattr(HostPlanes, "_claim", watched)
     with engine_of() as engine:
         unit_bytes = {
             name: sum(p.nbytes for p in planes.state().values()) for name, planes in engine.store.units.items()
@@ -329,26 +347,32 @@ def test_copies_are_bounded(
 
 def test_updates_of_written_units_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlap, by order and not by clocks: with the writer held at its last unit, all other units get their next update."""
-    reached, go_on = threading.Event(), threading.Event()
-    write_unit = background.write_planned.__globals__["write_unit"]
+    reached, released = threading.Event(), threading.Event()
+    write_unit = writer.write_unit
 
     def held(folder: Any, unit: Any, *rest: Any) -> Any:
         if unit.name == "head":
             reached.set()
-            assert go_on.wait(30)
+            assert released.wait(30)
         return write_unit(folder, unit, *rest)
 
-    monkeypatch.setitem(background.write_planned.__globals__, "write_unit", held)
+    monkeypatch.setattr(writer, "write_unit", held)
     with engine_of() as engine:
         train(engine, data(1))
+        before = planes_of(engine)
         save = engine.save(tmp_path / "ckpt", background=True, buffer_bytes=1)
         assert reached.wait(30)
         train(engine, data(1, 1))
-        for unit in engine.structure.units[:-1]:
-            engine._optimizer._jobs[unit.name].result(30)
-        assert not engine._optimizer.finished("head"), "the head is being written: its update waits"
-        assert save._states["head"] is UnitState.WRITING
-        go_on.set()
+        others = sum(len(unit.layout.entries) for unit in engine.structure.units[:-1])
+        for _ in itertools.islice(engine.named_parameters(), others):
+            pass  # waits for the updates of all units but the head
+        changed = {
+            name
+            for name, planes in engine.store.units.items()
+            if any(not torch.equal(before[f"{name}.{kind}"], plane) for kind, plane in planes.state().items())
+        }
+        assert changed == set(engine.store.units) - {"head"}
+        released.set()
         save.result()
         train(engine, data(1, 2))
 
@@ -493,7 +517,7 @@ def test_the_next_step_tells_of_a_failed_save_once(
                 engine.train_step(batches[done])
         train(engine, batches[engine.step :])
         assert_same(planes_of(engine), wanted)
-    assert ("training goes on" in caplog.text) == (on_error == "warn")
+    assert ("training continues" in caplog.text) == (on_error == "warn")
     assert not (tmp_path / "ckpt").exists()
 
 
@@ -533,27 +557,28 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
         engine.save(tmp_path / "ckpt")
         wanted = train(engine, data(1, 2))
     reached_layer = threading.Event()
-    restore = OpenCheckpoint.restore
+    restore, run_layer = OpenCheckpoint.restore, StepRunner.run_layer
     last = f"layer.{len(engine.structure.layers) - 1}"
+    restored: list[str] = []
 
     def held(self: OpenCheckpoint, unit: Any, *rest: Any) -> None:
         if unit.name == last:
             assert reached_layer.wait(30), "the forward waits for layers that it does not need yet"
         restore(self, unit, *rest)
+        restored.append(unit.name)
+
+    def noting(self: StepRunner, index: int, *rest: Any) -> Any:
+        outputs = run_layer(self, index, *rest)
+        reached_layer.set()
+        return outputs
 
     monkeypatch.setattr(OpenCheckpoint, "restore", held)
+    monkeypatch.setattr(StepRunner, "run_layer", noting)
     with engine_of() as again:
-        run_layer = again._flows.runner.run_layer
-
-        def noting(index: int, *rest: Any) -> Any:
-            outputs = run_layer(index, *rest)
-            reached_layer.set()
-            return outputs
-
-        monkeypatch.setattr(again._flows.runner, "run_layer", noting)
         again.load(tmp_path / "ckpt", wait=False)
-        assert not again._desk.loading.done()  # type: ignore[union-attr]
+        assert last not in restored
         assert train(again, data(1, 2)) == wanted
+        assert last in restored
 
 
 def test_a_load_needs_the_weights_of_one_unit_beside_the_planes(
@@ -670,17 +695,18 @@ def test_a_load_can_be_given_up_and_begun_again(tmp_path: Path, monkeypatch: pyt
 
 
 def test_device_copies_of_buffers_are_refreshed_by_a_load(tmp_path: Path) -> None:
-    """A router's correction bias lives on the device too; a load must reach that copy. Here the copy is a tensor of its own."""
+    """A router's correction bias lives on the device too; a load must reach that copy, here another tensor on the CPU."""
     with engine_of("deepseek_v3") as engine:
         name = next(n for n in engine.buffers if "correction_bias" in n)
         engine.buffers[name].fill_(0.5)
         engine.save(tmp_path / "ckpt")
     with engine_of("deepseek_v3") as again:
-        desk = again._desk
-        assert desk is not None
         mirrors = {n: buffer.clone() for n, buffer in again.buffers.items()}
-        desk._mirrors = mirrors
-        again.load(tmp_path / "ckpt")
+        checkpoints = HostCheckpoints(
+            again.structure, again.store, again.optim, again.buffers, mirrors, None, False, again.device, updates=dict
+        )
+        loading, _ = checkpoints.start_load(tmp_path / "ckpt")
+        loading.wait()
         assert bool((mirrors[name] == 0.5).all())
         assert bool((again.buffers[name] == 0.5).all())
 

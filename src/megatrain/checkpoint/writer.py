@@ -5,7 +5,7 @@ saved one by one), or hi and lo where the store keeps whole fp32 masters.
 
 A save has two halves. `plan_save` runs where the model may be looked at (between two steps): it decides everything and refuses
 what cannot work. `write_planned` only moves bytes, from whatever gives it the units' planes, and may run in a thread of its own
-(background.py): it never looks at the live model, whose modules a running step binds and unbinds. Its three parts, `write_begin`,
+(async_save.py): it never looks at the live model, whose modules a running step binds and unbinds. Its three parts, `write_begin`,
 `write_unit` and `write_end`, are there for writers that share one checkpoint (engine/mesh/saving.py).
 """
 

@@ -6,11 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import torch
 
-from megatrain.checkpoint.async_save import SaveProgress
+from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.engine import batches
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
@@ -20,31 +20,6 @@ from megatrain.optim.spec import OptimizerSpec
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `document_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
-
-
-class SaveHandle(Protocol):
-    """A save in progress, as `Engine.save` returns it."""
-
-    def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
-        ...
-
-    def wait(self) -> None:
-        """Block until it has ended. Raises nothing."""
-        ...
-
-    def progress(self) -> SaveProgress:
-        """Bytes written so far and the time spent."""
-        ...
-
-    def result(self, timeout_s: float | None = None) -> SaveProgress:
-        """Block until it has ended, and return its statistics.
-
-        Raises:
-            UserError: The save failed.
-            TimeoutError: It did not end in time.
-        """
-        ...
 
 
 class Engine(ABC):

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.async_save import SaveProgress
+from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.config.schema import CheckpointConfig
-from megatrain.engine.base import Engine, SaveHandle
+from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.run.folder import RunFolder
 from megatrain.units import GIB, gib

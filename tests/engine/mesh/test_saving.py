@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 import families
 import mesh_ranks as ranks
-from megatrain.checkpoint import files
+from megatrain.checkpoint import files, manager
 from megatrain.checkpoint.files import FilesWriter, FolderWriter
 from megatrain.engine.mesh import saving
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
+from megatrain.engine.mesh.saving import first_of_hosts, rounds, shares
 from megatrain.engine.mesh.state import MeshState
-from megatrain.engine.mesh.writers import first_of_hosts, rounds, shares
-from megatrain.errors import UserError
+from megatrain.errors import MegatrainError, UserError
 from megatrain.optim.adamw import AdamW
 
 FAMILY = families.BY_NAME["llama"]
@@ -72,13 +72,13 @@ def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_pat
             found = []
             for number, room in enumerate((everything, everything // 3, 0)):
                 trained.load(tmp_path / "at-rest")
-                trained._desk.writers = [0] if number == 0 else [0, 1]
+                trained.checkpoint_policy.writers = [0] if number == 0 else [0, 1]
                 save = trained.save(tmp_path / f"ahead-{number}", extra={"a": 1}, background=True, buffer_bytes=room)
                 for batch in BATCHES[1:3]:
                     trained.train_step(batch)
                 ahead = not save.done()
                 trained.wait_saved()
-                found.append((save.copied_bytes, room, ahead))
+                found.append((save.progress().copied_bytes, room, ahead))
             return found
 
     for rank in ranks.run(2, work):
@@ -105,15 +105,15 @@ def test_a_failure_in_the_background_reaches_every_rank_at_the_same_step(on_erro
 
             FolderWriter.write_tensors = full  # type: ignore[method-assign]
             trained.save(tmp_path / "newer", background=True, on_error=on_error)
-            said = what_training_says(trained, lambda: on_error == "warn" and trained._desk.saving is None)
-            return trained.step, said
+            warnings: list[str] = []
+            manager.logger.warning = lambda text, *values: warnings.append(text % values)  # type: ignore[method-assign]
+            said = what_training_says(trained, lambda: bool(warnings))
+            return trained.step, said + "".join(warnings)
 
     (step, first), (other_step, second) = ranks.run(2, work)
     assert step == other_step < 200
-    if on_error == "stop":
-        assert "no space left" in first and "rank 0 could not write" in second
-    else:
-        assert first == second == ""
+    assert "no space left" in first and "rank 0 could not write" in second
+    assert [said.startswith("the checkpoint was not saved") for said in (first, second)] == [on_error == "warn"] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["older"]
 
 
@@ -159,7 +159,7 @@ def test_any_number_of_writers_makes_the_same_bytes(layout: Layout, tmp_path: Pa
         with engine(layout) as trained:
             trained.train_step(BATCHES[0])
             for writers in ([0], [0, 2], [0, 1, 2, 3]):
-                trained._desk.writers = writers
+                trained.checkpoint_policy.writers = writers
                 names.clear()
                 trained.save(tmp_path / f"full-{len(writers)}", extra={"a": 1}, buffer_bytes=20_000)
                 found.append(list(names))
@@ -210,7 +210,7 @@ def test_a_writer_that_does_not_see_the_folder_leaves_it_to_rank_0(tmp_path: Pat
         with engine(LAYOUTS["pipeline"]) as trained:
             trained.save(tmp_path / "one")
             names.clear()
-            trained._desk.writers = [0, 1]
+            trained.checkpoint_policy.writers = [0, 1]
             trained.save(tmp_path / f"disk-of-{dist.get_rank()}" / "two")
         return warnings, names
 
@@ -272,7 +272,7 @@ def test_a_fault_at_another_writer_ends_the_save_everywhere(fault: Any, part: st
 
     def work() -> tuple[int, str, float | None, int]:
         with engine(Layout(pipeline=2, shard=2)) as trained:
-            trained._desk.writers = [0, 1, 2]
+            trained.checkpoint_policy.writers = [0, 1, 2]
             trained.save(tmp_path / "older")
             if dist.get_rank() == 2:
                 fault(part)
@@ -292,22 +292,22 @@ def test_a_fault_at_another_writer_ends_the_save_everywhere(fault: Any, part: st
 
 @pytest.mark.parametrize("canceller", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_save_that_any_rank_gives_up_ends_everywhere(canceller: int, tmp_path: Path) -> None:
-    def work() -> tuple[bool, str]:
+    def work() -> str:
         with engine(LAYOUTS["pipeline"]) as trained:
-            trained._desk.writers = [0, 1]
+            trained.checkpoint_policy.writers = [0, 1]
             slow_writing(0.2)
             save = trained.save(tmp_path / "newer", background=True)
             dist.barrier()
             assert not save.done()
             if dist.get_rank() == canceller:
                 save.cancel()
-            save.wait()
-            trained._desk.saving = None
-            return save.failed, str(save.error())
+            with pytest.raises(MegatrainError) as error:
+                save.result()
+            return str(error.value)
 
     found = ranks.run(2, work)
-    assert [failed for failed, _ in found] == [True, True]
-    assert found[canceller][1] == "None" and f"rank {canceller} could not write" in found[1 - canceller][1]
+    assert "newer: cancelled" in found[canceller]
+    assert f"rank {canceller} could not write" in found[1 - canceller]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -328,7 +328,7 @@ def test_training_goes_on_when_everything_is_read(writers: list[int], tmp_path: 
         MeshState.part = noted  # type: ignore[method-assign]
         found = []
         with engine(LAYOUTS["pipeline"]) as trained:
-            trained._desk.writers = writers
+            trained.checkpoint_policy.writers = writers
             sent = {name for unit in trained.state.units for name in trained.state.sent_names(unit)}
             everything = sum(trained.state.sent_bytes(unit, 3) for unit in trained.state.units)
             for number, room in enumerate((0, everything // 4)):
@@ -363,7 +363,7 @@ def test_writers_write_side_by_side_and_gather_meanwhile(tmp_path: Path) -> None
 
         MeshState.gather, FilesWriter.write_tensors = counted, waiting  # type: ignore[method-assign]
         with engine(LAYOUTS["pipeline"]) as trained:
-            trained._desk.writers = [0, 1]
+            trained.checkpoint_policy.writers = [0, 1]
             trained.save(tmp_path / "one")
 
     ranks.run(2, work)
@@ -399,7 +399,7 @@ def test_progress_counts_all_writers(tmp_path: Path) -> None:
 
     def work() -> tuple[int, int, list[int]]:
         with engine(LAYOUTS["pipeline"]) as trained:
-            trained._desk.writers = [0, 1]
+            trained.checkpoint_policy.writers = [0, 1]
             slow_writing(0.03)
             save = trained.save(tmp_path / "two", background=True)
             seen = []

@@ -160,7 +160,7 @@ def test_buffers_of_other_stages_are_saved_as_they_were_loaded(writers, tmp_path
         with MeshEngine(
             source, MeshPlan(Layout(pipeline=2), compute_dtype="fp32"), optim=OPTIM, device="cpu"
         ) as engine:
-            engine._desk.writers = writers
+            engine.checkpoint_policy.writers = writers
             if load:
                 engine.load(load)
             engine.save(save)

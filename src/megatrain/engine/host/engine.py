@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from megatrain.checkpoint.async_save import RunningSave, SaveProgress
+from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
+from megatrain.checkpoint.host_planes import HostCheckpoints
 from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.device.streams import Streams
@@ -222,11 +223,11 @@ class HostEngine(Engine):
             placement.offloaded,
         )
 
-        # climb and checkpoint desk.
+        # climb and checkpoints.
         head_tokens = head_chunk_tokens or head_chunk_tokens_of(self.config.get_text_config().vocab_size, compiled)
         cut = Cut(microbatch_rows, head_tokens, segment or 1, placement)
         self._climb = OomRecovery(self._flows, cut, self.config, device_bytes, self._rearrange, self.close)
-        self._desk = CheckpointManager(
+        self._host_checkpoints = HostCheckpoints(
             self.structure,
             self.store,
             self.optim,
@@ -235,8 +236,9 @@ class HostEngine(Engine):
             self.source_folder,
             trust_remote_code,
             self.device,
-            empty=init == "empty",
+            self._optimizer.pending,
         )
+        self._checkpoints = CheckpointManager(self._host_checkpoints, empty=init == "empty")
 
     # ---------------------------------------------------------------- training
 
@@ -255,7 +257,7 @@ class HostEngine(Engine):
         started = time.perf_counter()
         check_learning_rate(learning_rate)
         batch, tokens = self._checked(batch)
-        self._forget_ended_save()
+        self._checkpoints.check_save()
         if tokens == 0:
             self.step += 1
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
@@ -410,14 +412,14 @@ class HostEngine(Engine):
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
         then: Callable[[SaveProgress], object] = lambda progress: None,
-    ) -> RunningSave:
+    ) -> SaveHandle:
         """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
 
         Args:
             folder: A folder that does not exist yet.
             extra: JSON data to keep with it, returned by `load`.
             background: Return at once and write the state of this moment while training continues, see
-                [Note: a unit while a save runs] in checkpoint/async_save.py. A second save waits for the first.
+                [Note: a unit while a save runs] in checkpoint/host_planes.py. A second save waits for the first.
             weights_only: bf16 weights without training state, 2 bytes a parameter.
             on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
             buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
@@ -444,13 +446,10 @@ class HostEngine(Engine):
             "ladder": self._climb.as_dict(),
             "extra": extra or {},
         }
-        options = SaveOptions(not background, weights_only, on_error, buffer_bytes, then)
-        saving = self._desk.start_save(Path(folder), state, self._optimizer.pending(), options)
-        self._optimizer.saving = saving
-        if not background:
-            saving.result()
-            self._forget_ended_save()
-        return saving
+        options = SaveOptions(background, weights_only, on_error, buffer_bytes, then)
+        save = self._checkpoints.save(Path(folder), state, options)
+        self._optimizer.saving = self._host_checkpoints.source
+        return save
 
     def prepare_save(self, buffer_bytes: int | None = None) -> None:
         """Make host memory ready for the copies of a save in the background that is some seconds away. Returns at once.
@@ -461,19 +460,16 @@ class HostEngine(Engine):
             buffer_bytes: As `save` will get it.
         """
         self._refuse_closed()
-        self._desk.prepare_save(buffer_bytes)
+        self._checkpoints.prepare_save(buffer_bytes)
 
     def wait_saved(self) -> None:
         """Wait until no save is in progress. Raises, or warns of, an error that nobody has been told of."""
         self._refuse_closed()
-        self._desk.wait_saved()
-        self._forget_ended_save()
+        self._checkpoints.wait_saved()
 
     def cancel_save(self) -> None:
         """Give up the save in progress, if there is one. Nothing of it is left; older checkpoints are as they were."""
-        if self._desk.saving is not None:
-            self._desk.saving.cancel()
-            self._forget_ended_save()
+        self._checkpoints.cancel_save()
 
     def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments, step and scaler from a checkpoint.
@@ -492,12 +488,12 @@ class HostEngine(Engine):
         """
         super()._refuse_closed()  # a failed load is no obstacle
         refuse_other_config(Path(folder), self.config)
-        self._desk.wait_saved()
-        self._forget_ended_save()
-        self._optimizer.forget(self._desk.cancel_load())
+        self._checkpoints.wait_saved()
+        self._optimizer.forget(self._checkpoints.cancel_load())
         self._optimizer.wait_all()
         self._streams.synchronize()
-        loading, state = self._desk.start_load(Path(folder))
+        loading, state = self._host_checkpoints.start_load(Path(folder))
+        self._checkpoints.follow_load(loading)
         self._optimizer.expect(loading.futures)
         self._flows.weights.drop_all()
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
@@ -507,11 +503,6 @@ class HostEngine(Engine):
         self._streams.synchronize()
         self._climb.restore(state.get("ladder") or {})
         return state["extra"]
-
-    def _forget_ended_save(self) -> None:
-        """Tell the owner of a save that has ended with an error; updates need not look at it any more."""
-        self._optimizer.saving = None if self._desk.saving is None or self._desk.saving.done() else self._desk.saving
-        self._desk.look_at_save()
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
@@ -523,7 +514,7 @@ class HostEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        self._desk.close()
+        self._checkpoints.close()
         self._streams.synchronize()
         self._optimizer.close()
         self._flows.close()
@@ -570,4 +561,4 @@ class HostEngine(Engine):
     def _refuse_closed(self) -> None:
         """Raise, too, where the planes hold no consistent state."""
         super()._refuse_closed()
-        self._desk.refuse_mixture()
+        self._checkpoints.refuse_mixture()

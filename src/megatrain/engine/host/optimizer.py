@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from megatrain.checkpoint.async_save import RunningSave
+from megatrain.checkpoint.host_planes import HostPlanes
 from megatrain.device.streams import Event
 from megatrain.host_memory.store import HostStore
 from megatrain.models.structure import Unit
@@ -46,8 +46,8 @@ class HostOptimizer:
         self._segments = {unit.name: _trained_segments(unit, frozen, optim) for unit in units}
         self._jobs: dict[str, Future[None]] = {}
         self.coefficients: StepCoefficients | None = None
-        self.saving: RunningSave | None = None
-        """A save in progress: it has a unit copied, or the update wait, before the unit changes."""
+        self.saving: HostPlanes | None = None
+        """The latest save's planes: while it runs, an update is held up until its unit is written or copied."""
 
     def compile_kernels(self, gradient: torch.dtype) -> None:
         """Have the threads compile what updates need while the engine is made and the first step computes. Returns at once.

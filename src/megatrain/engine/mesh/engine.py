@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.checkpoint.async_save import SaveProgress
-from megatrain.checkpoint.manager import SaveOptions
+from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
+from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.base import Engine, check_learning_rate, skip_reason
@@ -36,7 +36,7 @@ from megatrain.engine.mesh.data_parallel import BF16_POLICY, MASTERS_POLICY, Box
 from megatrain.engine.mesh.gradients import Gradients
 from megatrain.engine.mesh.layout import MeshPlan, dropout_keys, whole_attention
 from megatrain.engine.mesh.pipeline import Batch, Runner, microbatches, without_mask
-from megatrain.engine.mesh.saving import MeshCheckpointManager, MeshSave
+from megatrain.engine.mesh.saving import MeshCheckpoints
 from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts
 from megatrain.engine.mesh.stage_check import verify_family_cut
 from megatrain.engine.mesh.state import MeshState, everyone
@@ -102,8 +102,6 @@ class MeshEngine(Engine):
         self.watch: Callable[..., AbstractContextManager[Any]] = unwatched
         self._debug = debug
         self._stepped = False
-        self._failed_load: Path | None = None
-        """The checkpoint whose load has failed, so that the ranks hold partly old and partly new weights."""
         config = config_of(model, trust_remote_code)
         self.source_folder: Path | None = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.layout = plan.layout.checked(config, launch.world_size())
@@ -141,9 +139,10 @@ class MeshEngine(Engine):
         self.gradients = Gradients(self.stages, boxes, self.structure.tied, self.devices, self.optim)
         self.state = MeshState(self.structure, self.gradients, self.devices)
         self._buffers = persistent_buffers(meta)
-        self._desk = MeshCheckpointManager(
+        self.checkpoint_policy = MeshCheckpoints(
             self.structure, self.state, self.optim, self._buffers, self.source_folder, self.devices
         )
+        self._checkpoints = CheckpointManager(self.checkpoint_policy)
         self._fill(model, init)
         hidden_size = self.config.get_text_config().hidden_size
         self.runner = Runner(self.stages, self.devices, (hidden_size, self._compute_dtype))
@@ -156,7 +155,7 @@ class MeshEngine(Engine):
         check_learning_rate(learning_rate)
         first, self._stepped = not self._stepped, True
         with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
-            self._desk.look()
+            self._checkpoints.check_save()
             result = self.backward(batch)
             self.step += 1
             if result.tokens == 0:
@@ -248,7 +247,7 @@ class MeshEngine(Engine):
         on_error: Literal["stop", "warn"] = "stop",
         buffer_bytes: int | None = None,
         then: Callable[[SaveProgress], object] = lambda progress: None,
-    ) -> MeshSave:
+    ) -> SaveHandle:
         """Write a checkpoint in the host engine's format; see `Engine.save`. Collective.
 
         `from_pretrained` loads it; the host engine and any layout of this engine resume from it. One rank of each host writes,
@@ -275,17 +274,17 @@ class MeshEngine(Engine):
             "extra": extra or {},
         }
         with self.watch("save"):
-            options = SaveOptions(not background, weights_only, on_error, buffer_bytes, then)
-            return self._desk.start(Path(folder), state, options)
+            options = SaveOptions(background, weights_only, on_error, buffer_bytes, then)
+            return self._checkpoints.save(Path(folder), state, options)
 
     def wait_saved(self) -> None:
         """See `Engine.wait_saved`. Collective."""
         with self.watch("save", "wait for the save"):
-            self._desk.end()
+            self._checkpoints.wait_saved()
 
     def cancel_save(self) -> None:
         """See `Engine.cancel_save`. Not collective: for a rank that must exit."""
-        self._desk.cancel()
+        self._checkpoints.cancel_save()
 
     def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
         """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
@@ -306,12 +305,11 @@ class MeshEngine(Engine):
         super()._refuse_closed()  # an earlier failed load is no obstacle
         refuse_other_config(Path(folder), self.config)
         self.wait_saved()
-        with self.watch("load"):
+        with self.watch("load"), self._checkpoints.restoring(Path(folder)):
             return self._load(Path(folder))
 
     def _load(self, folder: Path) -> dict[str, Any]:
         state: dict[str, Any] | None = None
-        self._failed_load = folder
         try:
             with OpenCheckpoint(folder, self.structure, self.optim) as opened:
                 for unit in self.structure.units:
@@ -330,16 +328,12 @@ class MeshEngine(Engine):
         self.state.set_updates(self.updates)
         self._share_buffers()
         self._copy_buffers()
-        self._failed_load = None
         return state["extra"]
 
     def _refuse_closed(self) -> None:
         """Raise also after a failed load, when the ranks hold no consistent state."""
         super()._refuse_closed()
-        if self._failed_load is not None:
-            raise UserError(
-                f"loading {self._failed_load} failed: the weights are a mixture", remedy="load a checkpoint again"
-            )
+        self._checkpoints.refuse_mixture()
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank: `device_state` (masters, moments), `device_peak`."""
@@ -392,7 +386,7 @@ class MeshEngine(Engine):
     def close(self) -> None:
         """See `Engine.close`. Process groups stay the caller's."""
         with self.watch("save", "wait for the last save"):
-            self._desk.close()
+            self._checkpoints.close()
         self._closed = True
         self.stages.clear()
 
