@@ -80,7 +80,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreT
     remote = bool(raw.get("auto_map"))
     model_type = raw.get("model_type")
     if model_type not in CONFIG_MAPPING and not (remote and trust_remote_code):
-        raise UserError(_unknown_type(model_type), where, _unknown_type_remedy(model_type, remote))
+        raise _unknown_type(model_type, remote, where)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
@@ -346,17 +346,17 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _unknown_type(model_type: object) -> str:
-    if model_type is None:
-        return "has no model_type"
-    return f"model type '{model_type}' is unknown to transformers {transformers.__version__}"
-
-
-def _unknown_type_remedy(model_type: object, remote: bool) -> str:
-    if remote:
-        return "the folder contains its own code: read it, and if you trust it set model.trust_remote_code: true"
+def _unknown_type(model_type: object, remote: bool, where: str) -> UserError:
     near = _near(str(model_type), list(CONFIG_MAPPING.keys())) if model_type else []
-    return f"did you mean {', '.join(near)}?" if near else "install a version of transformers that has this family"
+    if remote:
+        remedy = "the folder contains its own code: read it, and if you trust it set model.trust_remote_code: true"
+    else:
+        remedy = (
+            f"did you mean {', '.join(near)}?" if near else "install a version of transformers that has this family"
+        )
+    if model_type is None:
+        return UserError("has no model_type", where, remedy)
+    return UserError(f"model type '{model_type}' is unknown to transformers {transformers.__version__}", where, remedy)
 
 
 def _refuse_quantized(config: PreTrainedConfig, where: str) -> None:

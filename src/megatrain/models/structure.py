@@ -104,7 +104,9 @@ def dissect(model: nn.Module) -> Structure:
     depth = len(model.get_submodule(layers_name))  # type: ignore[arg-type]
     layers: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(depth)]
     early = _read_before_layers(model, base_name, layers_name)
-    for name, parameter in _parameters_in_forward_order(model, base_name):
+    named = model.named_parameters(remove_duplicate=False)
+    # The base model first, whatever the order of registration: a tied tensor is kept under its first name.
+    for name, parameter in sorted(named, key=lambda item: not item[0].startswith(base_name + ".")):
         if id(parameter) in owner:
             tied[name] = owner[id(parameter)]
             continue
@@ -115,7 +117,12 @@ def dissect(model: nn.Module) -> Structure:
             layers[int(index)].append((local, shape))
         else:
             edges["embedding" if name in early else "head"].append((name, shape))
-    _refuse_shared_layers(tied, layers_name)
+    shared = [f"{a} = {b}" for a, b in tied.items() if (layers_name + ".") in a or (layers_name + ".") in b]
+    if shared:
+        raise UserError(
+            f"layers share parameters ({', '.join(shared[:3])}), which streaming does not support",
+            remedy="this family is not supported by the host engine",
+        )
     units = (
         Unit("embedding", "", _layout(edges["embedding"])),
         *(Unit(f"layer.{i}", f"{layers_name}.{i}.", _layout(shapes), i) for i, shapes in enumerate(layers)),
@@ -228,9 +235,7 @@ def _read_before_layers(model: nn.Module, base_name: str, layers_name: str) -> s
     except _FirstLayerReached:
         return recorder.read
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        logger.debug(
-            "forward up to the first layer failed (%s): all parameters around the layers go to the embedding", error
-        )
+        logger.debug("forward before the first layer failed (%s): all its parameters go to the embedding", error)
     return set(shell_names)
 
 
@@ -239,8 +244,7 @@ def attention_shape(config: Any) -> tuple[int, int, int] | None:
     try:
         heads, dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
         kv_heads = getattr(config, "num_key_value_heads", None)
-    except RuntimeError:
-        # transformers raises for config values that differ between layers (Gemma 4).
+    except RuntimeError:  # transformers raises for config values that differ between layers (Gemma 4)
         return None
     if not isinstance(heads, int):
         return None
@@ -282,21 +286,6 @@ def with_submodule(root: nn.Module, path: str, replacement: nn.Module) -> nn.Mod
     assert child is not None
     twin._modules[first] = with_submodule(child, rest, replacement) if rest else replacement
     return twin
-
-
-def _parameters_in_forward_order(model: nn.Module, base_name: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters, tied ones under each of their names; the base model first, whatever the order of registration."""
-    named = model.named_parameters(remove_duplicate=False)
-    yield from sorted(named, key=lambda item: not item[0].startswith(base_name + "."))
-
-
-def _refuse_shared_layers(tied: dict[str, str], layers_name: str) -> None:
-    shared = [f"{a} = {b}" for a, b in tied.items() if (layers_name + ".") in a or (layers_name + ".") in b]
-    if shared:
-        raise UserError(
-            f"layers share parameters ({', '.join(shared[:3])}), which streaming does not support",
-            remedy="this family is not supported by the host engine",
-        )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -144,13 +144,7 @@ def check_weights(folder: str | Path, structure: Structure) -> None:
 
 
 def copy_from_memory(model: nn.Module, structure: Structure, store: HostStore) -> None:
-    """Write every parameter of `model` (any floating-point dtype, any device) into the masters, one tensor at a time.
-
-    Args:
-        model: A model with the parameter names of `structure`.
-        structure: The dissected model.
-        store: Receives the masters.
-    """
+    """Write all parameters of `model` (any floating-point dtype, any device) into the masters, one tensor at a time."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for unit in structure.units:
         for local, name in unit.full_names():
@@ -160,13 +154,8 @@ def copy_from_memory(model: nn.Module, structure: Structure, store: HostStore) -
 def initialize(structure: Structure, store: HostStore, *, seed: int, device: torch.device | str = "cpu") -> None:
     """Fill all masters and the model's persistent buffers with the family's random initialisation.
 
-    Values are drawn in fp32. The same seed gives the same bits on the same kind of device.
-
-    Args:
-        structure: A model with parameters on meta; they are on meta again afterwards.
-        store: Receives the masters. Optimizer states are not changed.
-        seed: Seed of the run.
-        device: Where random numbers are drawn; for billions of them a GPU is far faster than the CPU.
+    Values are drawn in fp32 on `device`: for billions of them a GPU is far faster than the CPU. The same seed gives the same bits
+    on the same kind of device. Optimizer states are not changed, and the model's parameters are on meta again afterwards.
 
     Raises:
         UserError: The family's `_init_weights` leaves out one of its tensors.
@@ -273,20 +262,13 @@ def _map_tensors(stack: ExitStack, keys: list[str], files: Mapping[str, Path]) -
 
 
 def _refuse_dtype(key: str, dtype: torch.dtype | None, file: Path, called: str) -> None:
-    """Raise a UserError for weights that are not fp32, bf16 or fp16.
-
-    Args:
-        dtype: The tensor's dtype; None: one that torch does not have.
-        called: Its name in the error message.
-    """
+    """Raise a UserError for weights that are not fp32, bf16 or fp16; `dtype` is None if torch does not have it."""
     if dtype in SOURCE_DTYPES or dtype in TABLE_DTYPES:
         return
+    remedy = "dequantize the model and save it again"
     if dtype == torch.float64:
-        remedy = (
-            "save it in fp32: AutoModelForCausalLM.from_pretrained(folder, dtype='float32').save_pretrained(new_folder)"
-        )
-    else:
-        remedy = "dequantize the model and save it again"
+        load = "AutoModelForCausalLM.from_pretrained(folder, dtype='float32')"
+        remedy = f"save it in fp32: {load}.save_pretrained(new_folder)"
     raise UserError(f"tensor {key} has dtype {called}; weights must be fp32, bf16 or fp16", str(file), remedy)
 
 
