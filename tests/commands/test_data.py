@@ -69,8 +69,8 @@ def test_lengths_rows_and_rejects_are_counted(files: Path, tmp_path: Path, capsy
         "--samples=1",
     )
     assert f"1 x not valid JSON: {bad}:32" in shown
-    assert f"{bad}: tokens of its 30 samples" in shown
-    assert "half have up to" in shown
+    assert f"{bad}: lengths of 30 samples [tokens]" in shown
+    assert "  median " in shown
     assert "% filled" in shown
     assert "weight 2" in shown
     assert "an epoch: " in shown
@@ -93,7 +93,7 @@ def test_lengths_are_shown_even_where_samples_are_too_long(files: Path, capsys: 
     )
     assert "longer than data.max_tokens" in shown
     assert "30 of 30 (100.0%) are longer than data.max_tokens (32)" in shown
-    assert re.search(r"the longest \d+ \(.*chats.jsonl:\d+\)", shown)
+    assert re.search(r"longest \d+ \(.*chats.jsonl:\d+\)", shown)
     assert sum(line.startswith("--- ") for line in shown.splitlines()) == 3, "whole samples are shown all the same"
     assert shown.rindex("--- ") < shown.index("error: "), "the error comes last"
     assert "⟦" in shown
@@ -110,7 +110,7 @@ def test_a_wrong_number_of_samples_is_refused(files: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["data", str(files / "run.yaml"), f"--samples={word}"])
     assert end.value.code == 2
-    assert f"should be a number from 1, found '{word}'" in capsys.readouterr().err
+    assert f"should be an integer of at least 1, found '{word}'" in capsys.readouterr().err
 
 
 def test_the_data_is_shown_without_weights_and_without_a_run_folder(files: Path) -> None:

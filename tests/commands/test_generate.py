@@ -31,7 +31,7 @@ def test_the_likeliest_words_are_those_of_plain_transformers(model: Path, capsys
     for _ in range(5):
         ids = torch.cat([ids, plain(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
     want = tokenizer.decode(ids[0, -5:], skip_special_tokens=True)
-    assert f"--- the quick\n{want} (cut after 5: --tokens)\n" in shown
+    assert f"--- the quick\n{want} (stopped after --tokens 5)\n" in shown
     assert "--- hello\n" in shown
     assert "plain text" in shown
 
@@ -64,7 +64,7 @@ def test_a_temperature_draws_by_the_seed(model: Path, capsys: pytest.CaptureFixt
     [
         (["--prompt=", "--plain"], "the prompt '' has no token"),
         (["--prompt=hello", "--tokens=9999"], r"longer than the 256 positions of the model"),
-        (["--prompt=hello", "--run.seed=3"], "generate takes no keys of a config"),
+        (["--prompt=hello", "--run.seed=3"], "generate takes no config keys"),
         (["--prompt=hello", "--max_new_tokens=3"], r'did you mean "--tokens"\?\n  -> see `megatrain generate --help`'),
         (
             ["--prompt=hello", "--learning_rate=3"],

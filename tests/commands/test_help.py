@@ -48,7 +48,7 @@ def test_the_help_of_a_run_is_short_and_says_where_the_rest_is(capsys: pytest.Ca
     shown = _shown(capsys, "train", "--help")
     found = re.findall(r"^  --([a-z_]+(?:\.[a-z_]+)+) ", shown, flags=re.MULTILINE)
     assert set(found) == MAIN_KEYS
-    assert "--help-all explains every key" in shown
+    assert "--help-all describes all keys" in shown
     assert len(shown.splitlines()) < 80
     assert max(map(len, shown.splitlines())) <= 130
 
@@ -74,6 +74,6 @@ def test_one_section_alone(capsys: pytest.CaptureFixture[str], section: str) -> 
 
 
 def test_an_unknown_section_is_refused_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'optimizer' is no section; use one of model, engine, data" in _shown(
+    assert "'optimizer' is not a section; use one of model, engine, data" in _shown(
         capsys, "train", "--help-all", "optimizer", code=2
     )

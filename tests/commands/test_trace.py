@@ -70,9 +70,9 @@ def test_a_shape_becomes_a_trace(tmp_path: Path) -> None:
     [
         (["trace"], "needs RUN.yaml"),
         (["trace", "run.yaml", "--shape", "tiny"], "takes no config"),
-        (["trace", "run.yaml", "--device", "cpu"], "--device: is an option of a --shape"),
-        (["trace", "run.yaml", "--rows", "8"], "--rows: is an option of a --shape"),
-        (["trace", "run.yaml", "--option", "accumulation_steps=2"], "--option: is an option of a --shape"),
+        (["trace", "run.yaml", "--device", "cpu"], "--device: is an option of --shape"),
+        (["trace", "run.yaml", "--rows", "8"], "--rows: is an option of --shape"),
+        (["trace", "run.yaml", "--option", "accumulation_steps=2"], "--option: is an option of --shape"),
         (["trace", "--shape", "tinny"], "no such shape"),
         (["trace", "--shape", "tiny", "--optim.learning_rate", "1"], "takes no config"),
     ],

@@ -419,7 +419,7 @@ def test_all_cheap_problems_are_said_before_any_slow_work(
     command: str, own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong path must not wait for a tokenised data set, nor for a look at the model."""
-    for slow in ("data.load.open_data", "models.build.build_meta_model", "executor.gate.verify_family"):
+    for slow in ("data.load.open_data", "models.build.build_meta_model", "engine.parity_check.verify_family"):
         monkeypatch.setattr(f"megatrain.{slow}", lambda *_, slow=slow, **__: pytest.fail(f"{slow} was begun"))
     (own_files / "a file").touch()
     words = {
@@ -451,7 +451,7 @@ def test_a_changed_run_is_refused_before_the_data_are_read(
         assert "--allow-changes seed,optim" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", yaml, "--resume=auto", "--allow-changes", "data,optimizer"])
-    assert "'optimizer' is none of data, batch, seed, schedule, optim, precision" in capsys.readouterr().err
+    assert "'optimizer' is not one of data, batch, seed, schedule, optim, precision" in capsys.readouterr().err
 
 
 def test_check_compares_shapes_by_the_headers_alone(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,9 +492,9 @@ def test_a_learning_rate_that_must_be_a_slip_is_said(own_files: Path, capsys: py
     ("words", "message"),
     [
         (["train", "run.yaml", "--learning_rate", "1"], 'did you mean "--optim.learning_rate"?'),
-        (["train", "run.yaml", "--allow-changes=data"], "--allow-changes: means nothing without --resume"),
+        (["train", "run.yaml", "--allow-changes=data"], "--allow-changes: requires --resume"),
         (["train", "nothing.yaml"], "nothing.yaml: no such file"),
-        (["eval", "model"], "model: is a model's folder, not a run's"),
+        (["eval", "model"], "model: is the folder of a model, not of a run"),
         (["eval", "run.yaml"], "data.val: is not set"),
         (["eval", "run.yaml", "--data.val=x.txt", "--checkpoint", "nowhere"], "nowhere: no such model folder"),
     ],

@@ -1,7 +1,7 @@
-"""`megatrain data`: what the data of a run looks like once it is tokens, before anything is trained.
+"""`megatrain data`: show the data of a run as tokens, before anything is trained.
 
-Lengths are counted first, so that they are shown even where the rows cannot be made (`overflow: error`). The preview shows
-tokens as the model will see them, special ones included: trained ones green on a terminal, between marks elsewhere.
+Lengths are counted first, so they are shown even if the rows cannot be made (`overflow: error`). The preview shows tokens as the
+model sees them, special tokens included: trained tokens in green on a terminal, in brackets elsewhere.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 TRAINED, MASKED = "bold green", "dim"
 _BAR = 40
-_HEAD_SHARE = 0.75  # of the tokens shown of a long sample; the rest is its end
-_BROKEN = "\ufffd"  # what tokenizers write for bytes that are no whole character
+_HEAD_SHARE = 0.75  # of the tokens shown of a long sample are its beginning; the rest is its end
+_BROKEN = "\ufffd"  # decoded from an incomplete character
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Samples of `begin..end` tokens, both included."""
+    """Number of samples with `begin` to `end` tokens, inclusive."""
 
     begin: int
     end: int
@@ -43,7 +43,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of tokens of one kind, as text; `left_out` tokens between two pieces have none."""
+    """Consecutive tokens, all trained or all masked, as text; or `left_out` tokens that are not shown."""
 
     text: str
     trained: bool
@@ -51,15 +51,15 @@ class Piece:
 
 
 def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) -> None:
-    """Print what a run would train on: sources, rejects, lengths, rows, and a few samples of each source.
+    """Print the sources, rejects, lengths and rows of a run, and some samples of each source.
 
     Args:
-        run: The config; see `load_config`. Only the model's config and tokenizer are read, no weights.
-        samples: Samples shown of each source.
-        most_tokens: Tokens shown of each; a longer one loses its middle.
+        run: The config. Only the model's config and tokenizer are read, no weights.
+        samples: Samples to show of each source.
+        most_tokens: Tokens to show of each; the middle of a longer one is left out.
 
     Raises:
-        UserError: What `check` would say of the data.
+        UserError: The data cannot be used, as in `check`.
     """
     quiet_libraries()
     with RunLogger() as log:
@@ -81,8 +81,8 @@ def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) ->
         try:
             train, val = pack_data(run.data, opened, run.run.seed, log.info)
         except UserError:
-            # The rows cannot be made, but what would be in them is what a person has to see now.
-            log.info("  none: see the error below; these are whole samples")
+            # Without rows, show the samples themselves: the user needs them to solve the problem.
+            log.info("  none: see the error at the end; the samples below are whole")
             for number, part in enumerate(opened.train):
                 preview.of_part(part, samples, number)
             raise
@@ -96,9 +96,9 @@ def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) ->
 
 
 def histogram(lengths: np.ndarray, max_tokens: int) -> list[Bin]:
-    """Counts by length in bins that double; the row length ends a bin, so that too long samples are told apart."""
+    """Counts by length in doubling bins. A bin ends at the row length, which separates the samples that are too long."""
     longest = int(lengths.max(initial=1))
-    # 24 doublings below the longest would only be empty lines
+    # bins below the shortest sample would be empty
     first = int(lengths.min(initial=longest))
     edges = {2**power for power in range(longest.bit_length() + 1) if first < 2**power <= longest}
     begins = sorted({first, *edges} | ({max_tokens + 1} if first < max_tokens + 1 <= longest else set()))
@@ -108,7 +108,7 @@ def histogram(lengths: np.ndarray, max_tokens: int) -> list[Bin]:
 
 
 def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens: int) -> list[Piece]:
-    """A sample's tokens as text, cut where training begins or ends.
+    """A sample's tokens as text, split where training begins or ends.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
@@ -129,12 +129,12 @@ def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens:
 
 
 def _before_character(tokenizer: Any, ids: np.ndarray, end: int) -> int:
-    """The end of the whole characters of `ids[:end]`, in tokens; 0 where there are none."""
+    """Number of tokens of `ids[:end]` up to its last complete character; 0 if there is none."""
     return _nearest(lambda end: end <= 0 or not _text(tokenizer, ids[:end]).endswith(_BROKEN), end, -1)
 
 
 def _nearest(is_whole: Callable[[int], bool], cut: int, direction: int) -> int:
-    """The first place from `cut` on that is not inside a character, of at most four bytes; `cut` itself where none is."""
+    """The first position from `cut` on that is not inside a character (of at most four bytes); else `cut`."""
     return next((place for place in range(cut, cut + 4 * direction, direction) if is_whole(place)), cut)
 
 
@@ -144,13 +144,13 @@ def _text(tokenizer: Any, ids: np.ndarray) -> str:
 
 def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Piece]:
     borders = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
-    # A character of several tokens, as of a text that begins with one: it stands where its last token does.
+    # A character made of several tokens is shown with its last token.
     ends = [*(_before_character(tokenizer, ids, border) for border in borders[1:-1]), len(ids)]
     before = ""
     for begin, end, kind in zip([0, *ends], ends, borders, strict=False):
         if begin >= end:
             continue
-        # Some tokenizers drop the blank in front of what they decode: a run's text is what it adds to the text before it.
+        # Some tokenizers drop leading whitespace in decode: take what the tokens add to the text before them.
         upto = _text(tokenizer, ids[:end])
         own = _text(tokenizer, ids[begin:end])
         yield Piece(upto[len(before) :] if upto.startswith(before) else own, bool(trained[kind]))
@@ -158,7 +158,7 @@ def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Pi
 
 
 def marked(pieces: Sequence[Piece], *, colours: bool, marks: tuple[str, str]) -> Text:
-    """Pieces for a console: styled, or with marks around what is trained."""
+    """Pieces for a console: coloured, or with marks around trained ones."""
     text = Text()
     for piece in pieces:
         if piece.left_out:
@@ -175,7 +175,7 @@ def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
     if not len(lengths):
         return
     stream = part.store.kind == "stream"
-    log.info(f"\n{part.source.path}: tokens of its {len(lengths):,} {'documents' if stream else 'samples'}")
+    log.info(f"\n{part.source.path}: lengths of {len(lengths):,} {'documents' if stream else 'samples'} [tokens]")
     bins = histogram(lengths, max_tokens)
     most = max(one.count for one in bins)
     bar = log.printable("█", "#")
@@ -186,7 +186,7 @@ def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
     half, nine, all_but_one = (int(value) for value in np.percentile(lengths, [50, 90, 99], method="higher"))
     longest = int(np.argmax(lengths))
     log.info(
-        f"  half have up to {half:,}, 90% up to {nine:,}, 99% up to {all_but_one:,}; the longest {int(lengths[longest]):,} "
+        f"  median {half:,}, 90% up to {nine:,}, 99% up to {all_but_one:,}; longest {int(lengths[longest]):,} "
         f"({part.store.place(int(part.chosen[longest]))})"
     )
     if not stream and (long := int((lengths > max_tokens).sum())):
@@ -211,13 +211,12 @@ def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
 
 
 class _Preview:
-    """Shows samples as the model will see them, chosen at random but always the same.
+    """Shows samples as the model sees them, chosen at random by a fixed seed.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
-        log: Where they are shown.
-        most_tokens: Tokens shown of each; a longer one loses its middle.
-        seed: Decides which samples are shown.
+        most_tokens: Tokens to show of each sample.
+        seed: Determines which samples are shown.
     """
 
     def __init__(self, tokenizer: Any, log: RunLogger, most_tokens: int, seed: int):
@@ -225,27 +224,27 @@ class _Preview:
         self._marks = (log.printable("⟦", "[["), log.printable("⟧", "]]"))
 
     def of_rows(self, group: RowGroup, samples: int, number: int) -> None:
-        """Pieces of samples as they lie in the rows of a source, the `number`-th."""
+        """Show samples as they are in the rows of source `number`, possibly cut."""
         segments = group.segments
         for one in packing.permutation(len(segments.lengths), self._seed, 2, number)[:samples].tolist():
             self._show(group.store, int(segments.samples[one]), int(segments.offsets[one]), int(segments.lengths[one]))
 
     def of_part(self, part: Part, samples: int, number: int) -> None:
-        """Whole samples of a source, the `number`-th."""
+        """Show whole samples of source `number`."""
         for one in packing.permutation(len(part.chosen), self._seed, 2, number)[:samples].tolist():
             self._show(part.store, int(part.chosen[one]), 0, int(part.lengths[one]))
 
     def _show(self, store: TokenStore, sample: int, offset: int, length: int) -> None:
         ids, trained = _tokens_of(store, sample, offset, length)
         log, marks = self._log, self._marks
-        kinds = "trained ones are green" if log.colours else f"trained ones stand in {marks[0]}{marks[1]}"
-        log.info(f"\n--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained ({kinds})")
+        kinds = "in green" if log.colours else f"in {marks[0]}{marks[1]}"
+        log.info(f"\n--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained, {kinds}")
         pieces = pieces_of(self._tokenizer, ids, trained, self._most_tokens)
         log.show(marked(pieces, colours=log.colours, marks=marks))
 
 
 def _tokens_of(store: TokenStore, sample: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a piece of a sample, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
+    """Ids of a run of tokens, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
     begin = int(store.starts[sample]) + offset
     end = begin + length
     mask = store.trained

@@ -1,4 +1,4 @@
-"""`megatrain generate`: a quick look at what a model has learnt, with plain transformers and its whole weights in memory."""
+"""`megatrain generate`: generate text with plain transformers, with the whole model in memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def generate(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> list[str]:
-    """Let a model answer, or go on with, each prompt; prints and returns what it writes.
+    """Answer or continue each prompt; prints and returns the texts.
 
     Args:
-        given: A run's folder (its newest checkpoint), a checkpoint, or any model folder or cached hub id.
-        prompts: Of a model with a chat template, each is a user's message.
-        tokens: The most new tokens of an answer; it ends earlier where the model ends it.
-        temperature: 0 takes the likeliest token always.
-        seed: Of the draws.
-        plain: Go on with the prompts as they are, whatever the model has.
+        given: Folder of a run (its newest checkpoint), a checkpoint or a model, or a cached hub id.
+        prompts: With a chat template each is a user message.
+        tokens: Maximum new tokens; the model may end earlier.
+        temperature: Sampling temperature; 0: always the most likely token.
+        seed: Seed of the sampling.
+        plain: Continue the prompts as they are, without the chat template.
         device: auto, cpu or cuda.
-        trust_remote_code: Whether code of the model may run.
+        trust_remote_code: Whether the model's code may run.
 
     Raises:
-        UserError: No such model, no tokenizer, a prompt without a token, or no memory for it.
+        UserError: There is no such model or no tokenizer, a prompt has no token, or memory is too small.
     """
     import torch
     from transformers import set_seed
@@ -48,7 +48,7 @@ def generate(
     answers: list[str] = []
     with RunLogger() as log:
         folder = _folder(given)
-        load_model_config(folder, trust_remote_code)  # says what is wrong with it in our words
+        load_model_config(folder, trust_remote_code)  # for its error messages
         tokenizer = load_tokenizer(folder, trust_remote_code)
         chat = not plain and bool(tokenizer.chat_template)
         target = device_of(device)
@@ -70,7 +70,7 @@ def generate(
                 )
             new = written[0, ids.shape[1] :]
             text = str(tokenizer.decode(new, skip_special_tokens=True))
-            cut = "" if len(new) < tokens else f" (cut after {tokens}: --tokens)"
+            cut = "" if len(new) < tokens else f" (stopped after --tokens {tokens})"
             log.info(f"\n--- {prompt}\n{text}{cut}")
             answers.append(text)
     return answers
@@ -86,7 +86,7 @@ def _folder(given: str | Path) -> Path:
 
 
 def _load(folder: Path, device: Any, trust_remote_code: bool) -> Any:
-    """The whole model; in bf16 on a GPU, else in the type of its files."""
+    """Load the whole model: in bf16 on a GPU, else in the dtype of its files."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -99,13 +99,13 @@ def _load(folder: Path, device: Any, trust_remote_code: bool) -> Any:
         )
         return model.to(device).eval()
     except torch.OutOfMemoryError as error:
-        raise UserError("does not fit the GPU as a whole", str(folder), "use --device cpu") from error
+        raise UserError("the whole model does not fit on the GPU", str(folder), "use --device cpu") from error
     except (OSError, ValueError) as error:
         raise UserError(f"cannot be loaded: {str(error).splitlines()[0]}", str(folder)) from error
 
 
 def _ids(tokenizer: Any, prompt: str, chat: bool) -> Any:
-    """(1, T) int64: the prompt, as a user's message with the answer's header behind it, or as it is."""
+    """(1, T) int64: the prompt, as a user message with the generation prompt, or as it is."""
     if chat:
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -113,7 +113,7 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> Any:
     else:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if not ids.shape[1]:
-        raise UserError(f"the prompt {prompt!r} has no token", "--prompt", "write at least a word")
+        raise UserError(f"the prompt {prompt!r} has no tokens", "--prompt", "write at least one word")
     return ids.long()
 
 
@@ -125,7 +125,7 @@ def _check_length(tokens: int, model: Any) -> None:
         raise UserError(
             f"prompt and answer of {tokens} tokens are longer than the {positions} positions of the model",
             "--tokens",
-            "ask for fewer tokens, or shorten the prompt",
+            "set fewer tokens, or shorten the prompt",
         )
 
 

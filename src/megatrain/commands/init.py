@@ -1,6 +1,6 @@
-"""`megatrain init`: a commented config from a model and some data, with values that fit both.
+"""`megatrain init`: write a commented config with values that suit a model and data.
 
-look at the model  -->  tokenise the data (the run finds them in the cache)  -->  choose  -->  write  -->  check
+check the model  -->  tokenize the data (kept in the cache for the run)  -->  choose values  -->  write  -->  check the config
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LEAST_STEPS_WITH_WARMUP = 4
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the data say about a good row.
+    """The lengths that determine the row length.
 
     Attributes:
-        samples: (S,) tokens of each sample that must stay whole; empty for plain text alone.
-        has_streams: There is plain text, whose documents may be cut.
-        tokens: Tokens of everything.
-        positions: The most positions of the model; None: no limit.
+        samples: (S,) tokens of each sample that must stay whole; empty if all data is plain text.
+        has_streams: Whether there is plain text, which may be cut anywhere.
+        tokens: Tokens of all data.
+        positions: Positions of the model; None: unlimited.
     """
 
     samples: np.ndarray
@@ -48,7 +48,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Rows:
-    """The choice, how many samples are longer, and the tokens of all that fit."""
+    """The chosen sizes, the number of samples longer than a row, and the tokens of all others."""
 
     max_tokens: int
     too_long: int
@@ -61,23 +61,23 @@ def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[
 
     Args:
         model: A model folder, or a hub id in the local cache.
-        data: Files, folders, globs or data set ids; see `data.train`.
+        data: Files, folders, globs or dataset ids; see `data.train`.
         out: The file to write; must not exist.
         columns: The format's column names -> the files', where they differ.
 
     Raises:
-        UserError: Model or data cannot be used, or `out` exists; or the check finds what must be changed by hand.
-        PlanRefused: The run does not fit this machine; the file is written.
+        UserError: Model or data cannot be used, `out` exists, or the check of the written file fails.
+        PlanRefused: The run does not fit this machine; the file is written nevertheless.
     """
     if out.exists():
-        raise UserError("exists already", str(out), "give another name: --out NAME.yaml")
+        raise UserError("already exists", str(out), "give another name: --out NAME.yaml")
     quiet_libraries()
     columns = dict(columns or {})
     with RunLogger() as log:
         draft = _draft(model, data, columns)
         problems = Problems()
         with problems.collect():
-            refuse_unwritable(out.parent, "give another place: --out")
+            refuse_unwritable(out.parent, "choose another path: --out")
         files = preflight_model(draft, problems)
         preflight_data(draft, problems, files)
         problems.raise_all()
@@ -90,7 +90,7 @@ def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror}", str(out), "give another place: --out") from None
+            raise UserError(f"cannot be written: {error.strerror}", str(out), "choose another path: --out") from None
         log.info(f"wrote {out}; checking it")
     run = load_config(out)
     check(run)
@@ -98,10 +98,10 @@ def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[
 
 
 def choose_rows(lengths: Lengths) -> Rows:
-    """Row length and step size for the data.
+    """Choose row length and step size.
 
-    The row holds the longest sample, rounded up to a power of two, within the model's positions. The step is the largest
-    power of two of rows that still gives some fifty steps an epoch.
+    A row holds the longest sample, rounded up to a power of two, within the model's positions. A step is the largest power
+    of two of rows that still gives `WANTED_STEPS` steps per epoch.
     """
     longest = int(lengths.samples.max(initial=0))
     wanted = max(LEAST_TOKENS, 2 ** math.ceil(math.log2(longest))) if longest else 0
@@ -117,7 +117,7 @@ def choose_rows(lengths: Lengths) -> Rows:
 
 
 def choose_fraction(hashes: Sequence[np.ndarray]) -> float | None:
-    """The smallest fraction that holds out some twenty samples, or the largest one if there are fewer; None: too few."""
+    """The smallest fraction that holds out `VAL_SAMPLES` samples, else the largest; None if there are too few samples."""
     for fraction in VAL_FRACTIONS:
         held = sum(int(packing.in_fraction(own, fraction).sum()) for own in hashes)
         if held >= VAL_SAMPLES or (fraction == VAL_FRACTIONS[-1] and 0 < held < sum(map(len, hashes))):
@@ -126,28 +126,29 @@ def choose_fraction(hashes: Sequence[np.ndarray]) -> float | None:
 
 
 def _draft(model: str, data: Sequence[str], columns: Mapping[str, str]) -> RunConfig:
-    least_tokens = 2
+    train = [{"path": path, "columns": columns} for path in data]
+    smallest = 2
     return load_config(
         {
             "model": {"path": model},
-            "data": {"train": [{"path": path, "columns": columns} for path in data], "max_tokens": least_tokens},
-            "batch": {"tokens_per_step": least_tokens},
+            "data": {"train": train, "max_tokens": smallest},
+            "batch": {"tokens_per_step": smallest},
             "run": {"dir": "unused"},
         }
     )
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
-    """`FORMAT_NAME=COLUMN` words as a mapping.
+    """Parse `FORMAT_NAME=COLUMN` words into a mapping.
 
     Raises:
-        UserError: A word is none.
+        UserError: A word has another form.
     """
     pairs = [word.partition("=") for word in words]
     for word, (own, _, column) in zip(words, pairs, strict=True):
         if not own or not column:
             raise UserError(
-                f"{word!r} is no NAME=COLUMN", "--columns", "as in --columns instruction=question output=answer"
+                f"{word!r} is not NAME=COLUMN", "--columns", "as in --columns instruction=question output=answer"
             )
     return {own: column for own, _, column in pairs}
 
@@ -166,7 +167,7 @@ def _has_weights(run: RunConfig) -> bool:
     from megatrain.models.build import find_model_folder
 
     folder = find_model_folder(run.model.path)
-    # Weights of another kind are for the check to refuse: random ones would not be what was meant.
+    # Weights in formats we cannot read count too: the check refuses them, instead of training from random weights.
     return any(file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5") for file in folder.iterdir())
 
 
@@ -181,31 +182,31 @@ def _text(
     *,
     has_weights: bool,
 ) -> str:
-    """The YAML. Ten keys, each with what it means and why it has its value."""
+    """The YAML: ten keys, each with its meaning and the reason for its value."""
     chats = len(lengths.samples) > 0
     fraction = choose_fraction([part.store.hashes for part in opened.train])
     steps = max(1, math.ceil(rows.tokens * (1 - (fraction or 0.0)) / rows.tokens_per_step))
     lines = [
-        "# A run of megatrain. `megatrain train --help-all` and docs/config.md explain every key.",
-        f"# Look at the data first: `megatrain data {out}`. Then: `megatrain train {out}`.",
+        "# Config of a megatrain run. `megatrain train --help-all` and docs/config.md describe all keys.",
+        f"# First look at the data: `megatrain data {out}`. Then train: `megatrain train {out}`.",
         "",
         "model:",
         f"  path: {_quoted(model)}  # Hugging Face folder, or a hub id in the local cache",
     ]
     if not has_weights:
-        lines.append("  init: random  # the folder has no weights: training starts from nothing")
+        lines.append("  init: random  # the folder has no weights: train from scratch")
     lines += ["", "data:", "  train:  # files, folders, globs; add weight: 0.5 to use half of a source in each epoch"]
     for path, part in zip(data, opened.train, strict=True):
         lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
         lines += [f"    - path: {_quoted(path)}"]
         if columns:
             named = ", ".join(f"{_quoted(own)}: {_quoted(column)}" for own, column in columns.items())
-            lines += [f"      columns: {{{named}}}  # the format's names: the file's"]
+            lines += [f"      columns: {{{named}}}  # the format's name: the file's column"]
     if fraction is None:
-        lines.append("  val: null  # too few samples to hold some out: give a file of its own to measure progress")
+        lines.append("  val: null  # too few samples to hold some out: give a separate file to measure progress")
     else:
         lines.append(f"  val: {{fraction: {fraction:g}}}  # held out for validation; the same samples in every run")
-    lines.append(f"  max_tokens: {rows.max_tokens}  # tokens of a row; {_why_rows(lengths)}")
+    lines.append(f"  max_tokens: {rows.max_tokens}  # tokens per row; {_why_rows(lengths)}")
     if rows.too_long:
         share = rows.too_long / len(lengths.samples)
         lines.append(
@@ -213,24 +214,24 @@ def _text(
             "drop | truncate | split | error"
         )
     lines.append(
-        "  train_on: assistant  # of chats the answers are trained; all: every token"
+        "  train_on: assistant  # train on the answers of chats; all: on every token"
         if chats
-        else "  train_on: assistant  # means nothing for plain text, which is trained in full; of chats, the answers"
+        else "  train_on: assistant  # for chats: train on the answers; plain text is always trained in full"
     )
     lines += [
         "",
         "batch:",
-        f"  tokens_per_step: {rows.tokens_per_step}  # tokens of one optimizer step, a multiple of data.max_tokens; "
-        f"about {counted(steps, 'step')} an epoch",
+        f"  tokens_per_step: {rows.tokens_per_step}  # tokens per optimizer step, a multiple of data.max_tokens; "
+        f"about {counted(steps, 'step')} per epoch",
         "",
         "optim:",
-        f"  learning_rate: {'1e-5' if has_weights else '3e-4'}  # its peak; "
-        + ("1e-5 suits full fine-tuning, 5e-6 is gentler" if has_weights else "for training from nothing"),
+        f"  learning_rate: {'1e-5' if has_weights else '3e-4'}  # peak; "
+        + ("1e-5 suits full fine-tuning, 5e-6 is gentler" if has_weights else "suits training from scratch"),
         "",
         "schedule:",
-        f"  warmup_ratio: {0.03 if steps >= LEAST_STEPS_WITH_WARMUP else 0}  # share of the steps in which the learning rate "
-        "rises; then it falls as a cosine",
-        "  epochs: 1  # passes over the data; or steps: N",
+        f"  warmup_ratio: {0.03 if steps >= LEAST_STEPS_WITH_WARMUP else 0}  # share of all steps in which the learning rate "
+        "rises, before a cosine decay",
+        "  epochs: 1  # passes over the data; or set steps: N",
         "",
         "run:",
         f"  dir: {_quoted(_free_folder(model, data[0]))}  # checkpoints, metrics and loss.png; nothing in it is overwritten",
@@ -243,12 +244,12 @@ def _why_rows(lengths: Lengths) -> str:
     if not len(lengths.samples):
         return "plain text fills rows of any length"
     longest = f"the longest sample has {int(lengths.samples.max()):,}"
-    limit = f", the model knows {lengths.positions:,} positions" if lengths.positions else ""
+    limit = f", the model has {lengths.positions:,} positions" if lengths.positions else ""
     return longest + limit
 
 
 def _quoted(text: str) -> str:
-    """JSON strings are YAML strings; plain words need no quotes."""
+    """Quote as JSON, which is valid YAML, unless the text is a plain word."""
     plain = all(c.isalnum() or c in "/._-" for c in text) and text[:1].isalpha() | text.startswith(("/", "./"))
     return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text, ensure_ascii=False)
 
