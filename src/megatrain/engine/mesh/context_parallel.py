@@ -71,13 +71,10 @@ class TokenMap:
 
 @functools.lru_cache(maxsize=8)
 def zigzag_order(tokens: int, ranks: int) -> torch.Tensor:
-    """(T,) row positions in rank order: rank r holds entries r * T / ranks to (r + 1) * T / ranks.
+    """(T,) row positions in rank order; T is a multiple of 2 * ranks. Do not modify it.
 
-    They are chunk r from the front and chunk r from the back of the row, so that causal work is equal. Do not modify it.
-
-    Args:
-        tokens: T, a multiple of 2 * ranks.
-        ranks: Context ranks.
+    Rank r holds entries r * T / ranks to (r + 1) * T / ranks: chunk r from the front and chunk r from the back of the row, so
+    that causal work is equal.
     """
     assert tokens % (2 * ranks) == 0, (tokens, ranks)
     chunks = torch.arange(tokens).view(2 * ranks, -1)

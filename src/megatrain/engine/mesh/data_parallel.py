@@ -20,7 +20,6 @@ the layer gathers these units, and they stay gathered until the end of its backw
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 from collections.abc import Collection
@@ -114,7 +113,7 @@ def _my_group(layout: Layout, at: Coordinate, dimension: str, indices: list[int]
         start = layout.coordinate(rank)
         if getattr(start, dimension) != indices[0]:
             continue
-        ranks = [layout.rank(dataclasses.replace(start, **{dimension: i})) for i in indices]
+        ranks = [layout.rank(start._replace(**{dimension: i})) for i in indices]
         group = dist.new_group(ranks, timeout=launch.collective_timeout())
         if layout.rank(at) in ranks:
             assert isinstance(group, dist.ProcessGroup), ranks
@@ -124,18 +123,13 @@ def _my_group(layout: Layout, at: Coordinate, dimension: str, indices: list[int]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a whole tensor.
-
-    Attributes:
-        shape: Shape of the whole tensor.
-        offsets, sizes: The part's; a size of 0 means it is empty.
-        tensor_dim: The dimension split by tensor parallel; None if all its ranks hold the same.
-    """
+    """A part of a whole tensor of a `shape`, which may be empty (a size of 0)."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     tensor_dim: int | None
+    """The dimension split by tensor parallel; None if all its ranks hold the same."""
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -143,13 +137,7 @@ class Box:
 
 
 def box_of(shape: tuple[int, ...], tensor_dim: int | None, tensor: tuple[int, int], fsdp: tuple[int, int]) -> Box:
-    """The box of one rank; see [Note: boxes].
-
-    Args:
-        shape: Shape of the whole parameter.
-        tensor_dim: The dimension split by tensor parallel, or None.
-        tensor, fsdp: (rank, number of ranks) in each group.
-    """
+    """The box of one rank, at (rank, number of ranks) of its tensor and fsdp groups; see [Note: boxes]."""
     offsets, sizes = [0] * len(shape), list(shape)
     if tensor_dim is not None:
         offsets[tensor_dim], sizes[tensor_dim] = _chunk(shape[tensor_dim], *tensor)
@@ -167,15 +155,9 @@ def _chunk(length: int, index: int, count: int) -> tuple[int, int]:
 
 
 def modules_in_fp32(layer: nn.Module, fp32_names: Collection[str], prefix: str) -> list[nn.Module]:
-    """The outermost modules inside a layer whose parameters all stay in fp32. See [Note: what stays in fp32].
+    """The outermost modules inside a layer, named `prefix`, whose parameters all stay in fp32.
 
-    Args:
-        layer: The layer.
-        fp32_names: Full names of parameters that stay in fp32, of this and other layers.
-        prefix: Prefix of the layer's names.
-
-    Raises:
-        UserError: A module holds such a parameter beside one that is not.
+    See [Note: what stays in fp32]. Raises a UserError if a module holds such a parameter beside others.
     """
     left = {name for name, _ in layer.named_parameters(prefix=prefix) if name in fp32_names}
     found: list[nn.Module] = []
@@ -185,27 +167,18 @@ def modules_in_fp32(layer: nn.Module, fp32_names: Collection[str], prefix: str) 
             found.append(module)
             left -= inside
     if left:
-        raise UserError(
-            f"{min(left)} must stay in fp32 but sits in a module that computes in bf16, which is not supported",
-            "precision.compute_dtype",
-            "use fp32",
-        )
+        what = f"{min(left)} must stay in fp32 but sits in a module that computes in bf16, which is not supported"
+        raise UserError(what, "precision.compute_dtype", "use fp32")
     return found
 
 
 def shard(
-    stage: Stage,
-    devices: Devices,
-    policy: MixedPrecisionPolicy,
-    keep_unsharded: bool,
-    fp32_names: Collection[str] = frozenset(),
+    stage: Stage, devices: Devices, policy: MixedPrecisionPolicy, keep_unsharded: bool, fp32_names: Collection[str] = ()
 ) -> dict[str, Box]:
     """Materialise a stage, layer by layer, and shard it over the fsdp ranks.
 
     Args:
         stage: With parameters on meta. Afterwards they are uninitialised sharded DTensors.
-        devices: The mesh.
-        policy: Compute and reduction dtypes.
         keep_unsharded: Keep parameters gathered from forward to backward: a pipeline schedule runs a stage many times.
         fp32_names: Parameters that compute in fp32 whatever the policy.
 

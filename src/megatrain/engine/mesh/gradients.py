@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,20 +36,14 @@ class Gradients:
 
     Args:
         stages: The local stages, sharded and filled.
-        boxes: Each parameter's box by HF name, per stage.
+        boxes: Per stage, each parameter's box by Hugging Face name.
         tied: Alias -> owner.
-        devices: The mesh.
-        optim: The optimizer.
     """
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        boxes: Sequence[Mapping[str, Box]],
-        tied: Mapping[str, str],
-        devices: Devices,
+        self, stages: Sequence[Stage], boxes: Sequence[Mapping[str, Box]], tied: Mapping[str, str], devices: Devices,
         optim: OptimizerSpec,
-    ):
+    ):  # fmt: skip
         self._devices, self._optim = devices, optim
         self.states = optim.states
         self._parameters = [local_parameters(stage) for stage in stages]
@@ -145,15 +140,12 @@ class Gradients:
             if parameter.requires_grad:
                 owner = self._tied.get(name, name)
                 groups.setdefault(hyper_parameters(owner, parameter.ndim, self._optim), []).append(parameter)
-        return self._optim.torch_optimizer(
-            [
-                {"params": members, "weight_decay": decay, "lr_scale": scale}
-                for (decay, scale), members in groups.items()
-            ]
-            or [{"params": [], "lr_scale": 1.0}],  # a stage may be entirely frozen
-            # The fused kernel needs no temporaries; on the CPU torch chooses.
-            fused=self._devices.device.type == "cuda" or None,
-        )
+        made: list[dict[str, Any]] = [
+            {"params": members, "weight_decay": decay, "lr_scale": scale} for (decay, scale), members in groups.items()
+        ]
+        # The fused kernel needs no temporaries; on the CPU torch chooses. A stage may be entirely frozen.
+        fused = self._devices.device.type == "cuda" or None
+        return self._optim.torch_optimizer(made or [{"params": [], "lr_scale": 1.0}], fused=fused)
 
 
 def all_reduce_coalesced(shares: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatrain.errors import UserError
 
@@ -77,8 +77,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
 }
 
 
-@dataclass(frozen=True)
-class Coordinate:
+class Coordinate(NamedTuple):
     """A rank's index in each dimension of the mesh."""
 
     pipeline: int
@@ -113,8 +112,6 @@ class Layout:
     schedule: str = "1f1b"
     microbatches: int | None = None
     stage_layers: tuple[int, ...] | None = None
-
-    # ---------------------------------------------------------------- numbers
 
     @property
     def stages(self) -> int:
@@ -182,8 +179,6 @@ class Layout:
         others = self.pipeline * self.replicate * self.context * self.tensor
         return dataclasses.replace(self, shard=max(1, world // others) if others > 0 else 1)
 
-    # ---------------------------------------------------------------- places
-
     def coordinate(self, rank: int) -> Coordinate:
         index = []
         for size in reversed(self.sizes):
@@ -193,7 +188,7 @@ class Layout:
 
     def rank(self, at: Coordinate) -> int:
         rank = 0
-        for size, index in zip(self.sizes, dataclasses.astuple(at), strict=True):
+        for size, index in zip(self.sizes, at, strict=True):
             rank = rank * size + index
         return rank
 
@@ -207,8 +202,6 @@ class Layout:
         """The pipeline rank that holds a stage."""
         return next(rank for rank in range(self.pipeline) if stage in self.stages_of(rank))
 
-    # ---------------------------------------------------------------- checks
-
     def problems(self, config: Any, world: int, rows: int | None = None) -> list[str]:
         """Every reason why this layout cannot run, each with sizes that would fit. Needs no process group.
 
@@ -217,17 +210,16 @@ class Layout:
             world: Number of processes.
             rows: Rows of a step, if known.
         """
-        found = list(self._size_problems())
-        if found:
+        if found := list(self._size_problems()):
             return found
-        full = self.resolved(world)
-        found += full._world_problems(world, self.shard is None)
-        found += full._schedule_problems()
-        text = config.get_text_config()
-        found += full._pipeline_problems(text)
-        found += full._tensor_problems(text)
-        found += full._context_problems(text)
-        found += full._dropout_problems(text)
+        full, text = self.resolved(world), config.get_text_config()
+        found += [
+            *full._world_problems(world, self.shard is None),
+            *full._schedule_problems(),
+            *full._pipeline_problems(text),
+            *full._tensor_problems(text),
+            *full._context_problems(text),
+        ]
         if rows is not None and rows < full.row_multiple:
             found.append(
                 f"{rows} rows per step are fewer than {full.data} data ranks x {full.microbatch_count} microbatches = "
@@ -236,13 +228,8 @@ class Layout:
         return found
 
     def checked(self, config: Any, world: int, rows: int | None = None) -> Layout:
-        """The resolved layout.
-
-        Raises:
-            UserError: It cannot run; the message lists all problems.
-        """
-        found = self.problems(config, world, rows)
-        if found:
+        """The resolved layout. Raises a UserError with all problems if it cannot run."""
+        if found := self.problems(config, world, rows):
             raise UserError("this layout cannot run:\n  - " + "\n  - ".join(found), "parallel")
         return self.resolved(world)
 
@@ -320,13 +307,9 @@ class Layout:
             yield _untested(config.model_type, "tensor", TENSOR_FAMILIES)
         if not plan:
             yield f"{config.model_type} has no tensor-parallel plan in transformers; tensor 1 would fit"
-        else:
-            unknown = sorted({style for style in plan.values() if style not in TENSOR_STYLES})
-            if unknown:
-                yield (
-                    f"{config.model_type}'s plan uses the styles {', '.join(unknown)}, which are not supported; "
-                    "tensor 1 would fit"
-                )
+        elif unknown := sorted(set(plan.values()) - TENSOR_STYLES):
+            styles = ", ".join(unknown)
+            yield f"{config.model_type}'s plan uses the styles {styles}, which are not supported; tensor 1 would fit"
         for name in ("intermediate_size", "num_experts", "num_local_experts"):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
@@ -337,18 +320,12 @@ class Layout:
             yield f"vocab_size {rows} leaves a rank of tensor {self.tensor} without a row; a smaller tensor would fit"
 
     def _context_problems(self, config: Any) -> Iterator[str]:
-        if self.context == 1:
-            return
-        if config.model_type not in CONTEXT_FAMILIES:
+        if self.context > 1 and config.model_type not in CONTEXT_FAMILIES:
             yield _untested(config.model_type, "context", CONTEXT_FAMILIES)
         unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS)
-        if unknown:
+        if self.context > 1 and unknown:
             yield f"context parallel cannot split layers of kind {', '.join(unknown)}; context 1 would fit"
-
-    def _dropout_problems(self, config: Any) -> Iterator[str]:
-        if self.tensor == self.context == 1:
-            return
-        for name in dropout_keys(config):
+        for name in dropout_keys(config) if self.context * self.tensor > 1 else ():
             yield (
                 f"{name} {getattr(config, name)} would differ between the ranks of a tensor or context group; "
                 f"set it to 0, or use tensor 1 and context 1"
@@ -410,24 +387,21 @@ def split_layers(
 ) -> list[range]:
     """Split the layers into `stages` consecutive ranges so that the heaviest stage is as light as possible.
 
-    Args:
-        layers: L, at least `stages`.
-        stages: S.
-        layer_weight: Weight of a layer (parameters, or any other measure).
-        embedding_weight: Added to the first stage.
-        head_weight: Added to the last stage.
+    Weights are parameters or any other measure; the embedding's is added to the first stage, the head's to the last.
     """
     assert 1 <= stages <= layers, (layers, stages)
     extra = [0.0] * stages
     extra[0] += embedding_weight
     extra[-1] += head_weight
     counts = [1] * stages
+
+    def next_weight(stage: int) -> tuple[float, int]:
+        return extra[stage] + (counts[stage] + 1) * layer_weight, abs(2 * stage - stages + 1)
+
+    # Giving each layer to the stage that stays lightest is optimal for equal layers. Ties go to the middle stages, which hold
+    # neither embedding nor head.
     for _ in range(layers - stages):
-        # Giving each layer to the stage that stays lightest is optimal for equal layers. Ties go to the middle stages, which
-        # hold neither embedding nor head.
-        counts[
-            min(range(stages), key=lambda s: (extra[s] + (counts[s] + 1) * layer_weight, abs(2 * s - stages + 1)))
-        ] += 1
+        counts[min(range(stages), key=next_weight)] += 1
     return ranges_of(counts)
 
 

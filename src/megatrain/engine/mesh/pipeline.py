@@ -24,8 +24,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,11 +47,7 @@ KEPT_SHAPES = 4
 
 
 def without_mask(batch: Batch) -> Batch:
-    """Drop an attention mask that changes nothing for a causal model: padding at the ends of rows, without targets in it.
-
-    Raises:
-        UserError: The mask hides anything else.
-    """
+    """Drop an attention mask that only hides padding without targets at the ends of rows; raise a UserError for any other."""
     mask = batch.get("attention_mask")
     if mask is None:
         return batch
@@ -68,15 +63,12 @@ def without_mask(batch: Batch) -> Batch:
 
 
 def microbatches(batch: Batch, layout: Layout, at: Coordinate, device: torch.device) -> list[Batch]:
-    """The microbatches of one rank.
+    """The microbatches of the rank at a coordinate.
 
     Rows and tokens are padded at the end to what the layout needs: padding predicts nothing, and no real token sees it.
 
     Args:
         batch: `input_ids`, `labels` (B, T), unshifted, and `position_ids` if they are not trivial; the same on all ranks.
-        layout: The resolved layout.
-        at: This rank's coordinate.
-        device: Where the microbatches go.
 
     Returns:
         Per microbatch `input_ids`, `labels` (rows, L), the labels shifted: what each token predicts; and `position_ids`
@@ -122,8 +114,7 @@ def _padded(batch: Batch, layout: Layout) -> Batch:
     return padded
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """An action with its begin and end, in seconds since the step began."""
 
     action: Action
@@ -215,15 +206,9 @@ def _into_fp32_sums(stage: torch.nn.Module) -> None:
 
 
 class Runner:
-    """Runs the local stages of a pipeline.
+    """Runs the local stages of a pipeline, given in model order.
 
-    Args:
-        stages: The local stages, in model order.
-        devices: The mesh.
-        hidden: (D, dtype) of the hidden states between stages.
-
-    Attributes:
-        clock: Times the actions of the latest `forward_backward`.
+    `hidden` is (D, dtype) of the hidden states between stages; `clock` times the actions of the latest `forward_backward`.
     """
 
     def __init__(self, stages: Sequence[Stage], devices: Devices, hidden: tuple[int, torch.dtype]):
@@ -356,21 +341,16 @@ class Runner:
         )
 
     def _torch_stage(self, stage: Stage, rows: int, tokens: int) -> PipelineStage:
-        hidden = torch.empty(
-            self._hidden_shape(rows, tokens), dtype=self._hidden_dtype, device="meta", requires_grad=True
-        )
+        shape = self._hidden_shape(rows, tokens)
+        hidden = torch.empty(shape, dtype=self._hidden_dtype, device="meta", requires_grad=True)
         ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         loss_dtype = torch.float64 if self._hidden_dtype == torch.float64 else torch.float32
         loss = torch.empty((1,), dtype=loss_dtype, device="meta", requires_grad=True)
         made = _TorchStage(
-            stage,
-            stage.part.index,
-            stage.part.count,
-            self._devices.device,
+            stage, stage.part.index, stage.part.count, self._devices.device, group=self._group,
             input_args=ids if stage.part.first else hidden,
             output_args=loss if stage.part.last else hidden,
-            group=self._group,
             dw_builder=None if stage.weight_grads is None else stage.weight_grads.take,
-        )
+        )  # fmt: skip
         made.clock, made.weight_grads = self.clock, stage.weight_grads
         return made

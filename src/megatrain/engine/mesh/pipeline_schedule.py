@@ -62,15 +62,9 @@ Table = tuple[tuple[Action, ...], ...]
 
 @functools.lru_cache(maxsize=512)
 def action_table(schedule: str, pipeline: int, virtual: int, microbatches: int) -> Table:
-    """Each pipeline rank's actions in a step.
+    """Each pipeline rank's actions in a step, with `virtual` stages on each of `pipeline` ranks.
 
     Without a pipeline, one rank runs the forward and backward of each microbatch in turn.
-
-    Args:
-        schedule: One of `layout.SCHEDULES`.
-        pipeline: Ranks.
-        virtual: Stages per rank.
-        microbatches: At least the schedule's minimum.
     """
     if pipeline == 1 or schedule == "1f1b":
         return tuple(_one_forward_one_backward(rank, pipeline, microbatches) for rank in range(pipeline))
@@ -122,12 +116,7 @@ def _stage_stub(index: int, pipeline: int, stages: int) -> Any:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A table played through.
-
-    Attributes:
-        ends: Per rank, when each of its actions ends [s].
-        busy: Per rank, the sum of its actions [s].
-    """
+    """A table played through: when each action of each rank ends, and the sum of each rank's actions [s]."""
 
     ends: tuple[tuple[float, ...], ...]
     busy: tuple[float, ...]
@@ -154,11 +143,9 @@ def simulate(
     transfer_s: float = 0.0,
     not_before: Callable[[int], float] = lambda stage: 0.0,
 ) -> Simulation:
-    """Play a table through; see [Note: what the simulation assumes].
+    """Play a table of a pipeline with `stages` stages; see [Note: what the simulation assumes].
 
     Args:
-        table: Actions of each rank, in order.
-        stages: Stages of the whole pipeline.
         seconds: Duration of an action.
         transfer_s: Duration of a message from one rank to another.
         not_before: Earliest start of a stage's actions.
@@ -203,14 +190,9 @@ def _inputs_ready(action: Action, finished: _Done, rank: int, stages: int, trans
     return ready
 
 
-def bubble(busy: Sequence[float], span: float) -> float:
-    """See [Note: bubble].
-
-    Args:
-        busy: Busy seconds of each rank.
-        span: The longest span [s].
-    """
-    return max(0.0, 1.0 - sum(busy) / (len(busy) * span)) if span > 0 else 0.0
+def bubble(busy_s: Sequence[float], span_s: float) -> float:
+    """The bubble, from each rank's busy time and the longest span. See [Note: bubble]."""
+    return max(0.0, 1.0 - sum(busy_s) / (len(busy_s) * span_s)) if span_s > 0 else 0.0
 
 
 def simulated_bubble(
@@ -225,9 +207,7 @@ def simulated_bubble(
 def peak_in_flight(actions: Sequence[Action], nbytes: Sequence[float]) -> float:
     """The most bytes a rank holds at any time between forwards and backwards.
 
-    Args:
-        actions: The rank's actions, in order.
-        nbytes: Per stage, bytes one microbatch holds from its forward to its backward (to its `W` where that is separate).
+    `nbytes`: by stage, what one microbatch holds from its forward to its backward (to its `W` if that is separate).
     """
     held = most = 0.0
     for action in actions:

@@ -115,7 +115,6 @@ class Stage(nn.Module):
     Args:
         model: The cut CausalLM.
         structure: The whole model's.
-        part: The part of it that this stage holds.
         tensor: Ranks of the tensor group.
         split_head: Whether logits are computed for `HEAD_CHUNK_TOKENS` tokens at a time.
     """
@@ -232,15 +231,9 @@ class Stage(nn.Module):
 
 
 def cut(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
-    """A copy of `model` with only the modules of one stage; see [Note: how a model is cut].
+    """A copy of `model` with only the modules of one stage, sharing their parameters; see [Note: how a model is cut].
 
-    Args:
-        model: The whole CausalLM; parameters on meta cost nothing to copy, real ones are shared with the copy.
-        structure: The model's.
-        part: The stage.
-
-    Raises:
-        UserError: Parameters sit on modules that cannot be left out.
+    Raises a UserError if parameters sit on modules that cannot be left out.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     twin = copy.deepcopy(model, memo)

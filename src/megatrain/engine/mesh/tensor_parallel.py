@@ -76,8 +76,8 @@ class Style:
     """How one module is split.
 
     Attributes:
-        dims: Dimension along which a parameter is split, by its name in the module; others stay whole.
-        every: Dimension along which parameters that `dims` does not name are split; None: they stay whole.
+        dims: Parameter name in the module -> the dimension along which it is split.
+        every: The dimension for all other parameters; None: they stay whole.
         prepare: Called with the module after its parameters have been split.
         owns: Whether the style covers the module's own parameters.
     """
@@ -119,14 +119,9 @@ def own_experts(experts: Any, group: TensorGroup) -> None:
 
 
 def _own_experts_forward(
-    experts: nn.Module,
-    plain: Any,
-    first: int,
-    count: int,
-    hidden_ND: torch.Tensor,
-    index_NK: torch.Tensor,
-    weights_NK: torch.Tensor,
-) -> torch.Tensor:
+    experts: nn.Module, plain: Any, first: int, count: int,
+    hidden_ND: torch.Tensor, index_NK: torch.Tensor, weights_NK: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """This rank's share of the sum over experts (N, D)."""
     tokens_M, choice_M = torch.where((index_NK >= first) & (index_NK < first + count))
     given_MD, weights_M1 = hidden_ND[tokens_M], weights_NK[tokens_M, choice_M, None]
@@ -196,13 +191,9 @@ def _base_plan(config: Any) -> dict[str, str]:
 
 
 def _split_parameters(
-    module: nn.Module,
-    path: str,
-    style: Style,
-    group: TensorGroup,
-    split: dict[str, tuple[int, int]],
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
-) -> None:
+    module: nn.Module, path: str, style: Style, group: TensorGroup,
+    split: dict[str, tuple[int, int]], made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+) -> None:  # fmt: skip
     """Split the module's own parameters. `made`: a whole parameter's id -> it and its part, for ties between modules."""
     for leaf, whole in list(module.named_parameters(recurse=False)):
         dim = style.dims.get(leaf, style.every)

@@ -35,12 +35,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a request.
-
-    Attributes:
-        layout: Resolved, with its microbatches.
-        recompute: Layers keep their input only.
-    """
+    """One way to run a request: a resolved layout with its microbatches, layers recomputed or kept."""
 
     layout: Layout
     recompute: bool
@@ -70,14 +65,9 @@ class Request:
     """A model, an optimizer step of it, and a cluster.
 
     Attributes:
-        inventory: The model's costs and parameters.
-        cluster: The cluster's rates and sizes.
         world: Number of GPUs.
-        step: Rows of a step, and tokens of a row.
-        overheads: The engine's.
         compute_bytes: Bytes of an element in forward and backward: 2 for bf16, 4 for fp32.
         background: Checkpoints are written while training continues.
-        optim: The optimizer.
     """
 
     inventory: Inventory

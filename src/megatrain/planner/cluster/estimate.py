@@ -117,11 +117,8 @@ def describe_cause(cause: str, traffic: Mapping[Dimension, Traffic]) -> str:
         return f"{cause}-parallel collectives{where(cause)}"
     if cause == "shard":
         return f"gathering parameters and reducing gradients{where('fsdp')}"
-    return {
-        "bubble": "the pipeline's bubble",
-        "recompute": "recomputing activations",
-        "optimizer": "the optimizer",
-    }[cause]
+    names = {"bubble": "the pipeline's bubble", "recompute": "recomputing activations", "optimizer": "the optimizer"}
+    return names[cause]
 
 
 def allowed_bytes(request: Request) -> int:
@@ -136,18 +133,13 @@ def quick_step_s(request: Request, candidate: Candidate) -> float:
         sum(times[s].forward.seconds + times[s].backward.seconds for s in layout.stages_of(rank))
         for rank in range(layout.pipeline)
     )
-    rounds = layout.microbatch_count + (layout.pipeline - 1) / (
-        layout.virtual * (3 if layout.kind.splits_backward else 1)
-    )
+    split = 3 if layout.kind.splits_backward else 1
+    rounds = layout.microbatch_count + (layout.pipeline - 1) / (layout.virtual * split)
     return longest * rounds + max(time.first_forward + time.reduce for time in times)
 
 
 def evaluate(request: Request, candidate: Candidate, memory: RankMemory | None = None) -> Estimate:
-    """Evaluate a candidate by playing its schedule's table.
-
-    Args:
-        memory: Memory of its heaviest rank, if known.
-    """
+    """Evaluate a candidate by playing its schedule's table; `memory` is its heaviest rank's, if known."""
     layout, inventory, cluster = candidate.layout, request.inventory, request.cluster
     times = gathered_ahead(request, candidate, stage_times(request, candidate))
     transfer_s = send_s(layout, cluster, request.hidden_bytes(candidate) / layout.tensor)

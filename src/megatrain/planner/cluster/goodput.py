@@ -59,7 +59,6 @@ def goodput(
     Args:
         units: Parameters of the model's units, by name.
         own: Elements that the fullest rank copies to its host for a save.
-        step_s: Seconds of a step.
         background: Saves are written while training continues.
         parameter_bytes: Bytes of a parameter in a checkpoint.
     """

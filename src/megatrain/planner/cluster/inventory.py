@@ -46,8 +46,7 @@ class Inventory:
         shape: What its layers cost.
         structure: The dissected model on meta, with fp32 parameters.
         groups: Parameters of a layer of each template group.
-        embedding, head: Parameters of the edges.
-        tied: Parameters that a last stage holds in addition if it does not hold the embedding: a copy of it.
+        tied: The copy of tied embedding parameters on a last stage that does not hold the embedding.
         kv_width: Elements of keys, and of values, per token.
     """
 

@@ -68,11 +68,7 @@ class Elements:
 def state_lines(pipeline: bool, held: Elements, compute_bytes: int, optim: OptimizerSpec) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer states by purpose; see [Note: what a rank holds].
 
-    Args:
-        pipeline: Whether there are pipeline ranks.
-        held: The rank's elements.
-        compute_bytes: Bytes of an element in forward and backward.
-        optim: The optimizer.
+    `compute_bytes`: of an element in forward and backward. `pipeline`: whether there are pipeline ranks.
     """
     state_bytes = optim.bytes_per_parameter
     if pipeline:
@@ -107,14 +103,9 @@ def least_elements(structure: Structure, layout: Layout) -> list[Elements]:
 def memory_problem(
     structure: Structure, layout: Layout, device_bytes: int, compute_bytes: int, optim: OptimizerSpec
 ) -> str | None:
-    """Why a layout's state cannot fit, not even counting activations, and what would; None if it fits.
+    """Why the state of a resolved layout cannot fit, activations not even counted, and what would; None if it fits.
 
-    Args:
-        structure: The model on meta.
-        layout: Resolved.
-        device_bytes: Memory of one GPU.
-        compute_bytes: Bytes of an element in forward and backward.
-        optim: The optimizer.
+    `device_bytes`: memory of one GPU; `compute_bytes`: of an element in forward and backward.
     """
     ranks = [state_lines(layout.pipeline > 1, held, compute_bytes, optim) for held in least_elements(structure, layout)]
     rank = max(range(layout.pipeline), key=lambda r: sum(ranks[r].values()))
@@ -177,9 +168,7 @@ def _activation_lines(
 ) -> dict[str, float]:
     """Bytes that depend on the batch. See [Note: activations].
 
-    Args:
-        actions: The rank's row of the schedule's table.
-        saved: Bytes that a layer saves of a microbatch, by template group.
+    `actions`: the rank's row of the schedule's table; `saved`: bytes a layer saves of a microbatch, by template group.
     """
     layout, shape = candidate.layout, request.inventory.shape
     own = request.inventory.own_parts(layout, rank)

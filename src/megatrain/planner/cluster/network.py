@@ -29,8 +29,7 @@ class Group:
     """The ranks along one dimension.
 
     Attributes:
-        size: Number of ranks.
-        per_node: Ranks that share a node.
+        per_node: Ranks that share a node, of `size`.
         gbps: Rate at which one of them sends and receives [GB/s].
         latency_s: Latency of one collective.
         inside: Whether the group lies inside one node.
@@ -41,10 +40,6 @@ class Group:
     gbps: float
     latency_s: float
     inside: bool
-
-    @property
-    def link(self) -> str:
-        return "node" if self.inside else "network"
 
     def moved(self, nbytes: float) -> float:
         """Bytes through each rank for one gather or scatter of `nbytes`."""
@@ -86,13 +81,7 @@ def send_s(layout: Layout, cluster: Cluster, nbytes: float) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one GPU sends along one dimension in a step.
-
-    Attributes:
-        nbytes: Bytes sent by the GPU that sends the most.
-        link: `node` or `network`.
-        per_node: Members of the group in one node, of `size`.
-    """
+    """Bytes that the busiest GPU sends along one dimension in a step, over the `node` link or the `network`."""
 
     nbytes: float
     link: str

@@ -43,8 +43,8 @@ class OwnLayout:
     """The layout in the run's file.
 
     Attributes:
-        estimate: None if it cannot run.
-        problems: Why it cannot, memory included; empty if it can.
+        estimate: None if the layout is impossible.
+        problems: Why it cannot run, memory included; empty if it can.
         note: What the estimate leaves out, if anything.
     """
 
@@ -58,8 +58,6 @@ class ClusterPlan:
     """The layouts of a request, best first.
 
     Attributes:
-        request: The model, step and cluster.
-        result: The search's.
         own: The file's own layout; None if it gives none.
         elements: Parameters on the heaviest rank of the first `CHECKED` layouts, counted on a fake process group.
         steps: Length of the run; None if unknown.
@@ -100,37 +98,24 @@ class ClusterPlan:
 
 
 def plan_cluster_run(run: RunConfig, *, machine_file: str | Path, world: int) -> ClusterPlan:
-    """Rank the layouts of a run. Reads the model's config but no weights; needs no GPU.
+    """Rank the layouts of a run on `world` GPUs. Reads the model's config but no weights; needs no GPU.
 
-    Args:
-        run: The config. Its `parallel` section, if not empty, is evaluated beside the best.
-        machine_file: A cluster's file.
-        world: Number of GPUs.
+    The config's own `parallel` section, if not empty, is evaluated beside the best.
 
     Raises:
-        UserError: The model or the file is not usable, or the GPUs do not fill nodes.
+        UserError: The model or the cluster's file is not usable, or the GPUs do not fill nodes.
         PlanRefused: No layout fits.
     """
     cluster = load_cluster(machine_file)
     if world > cluster.gpus_per_node and world % cluster.gpus_per_node:
         below = world // cluster.gpus_per_node * cluster.gpus_per_node
-        raise UserError(
-            f"{world} GPUs do not fill nodes of {cluster.gpus_per_node}",
-            "--world",
-            f"{below} or {below + cluster.gpus_per_node} would",
-        )
+        what = f"{world} GPUs do not fill nodes of {cluster.gpus_per_node}"
+        raise UserError(what, "--world", f"{below} or {below + cluster.gpus_per_node} would")
     folder = find_model_folder(run.model.path)
     config = load_model_config(folder, run.model.trust_remote_code)
-    request = make_request(
-        config,
-        cluster,
-        world,
-        StepSize(run.rows_per_step, run.data.max_tokens),
-        name=folder.name,
-        trust_remote_code=run.model.trust_remote_code,
-    )
+    step = StepSize(run.rows_per_step, run.data.max_tokens)
     request = replace(
-        request,
+        make_request(config, cluster, world, step, name=folder.name, trust_remote_code=run.model.trust_remote_code),
         overheads=Overheads(compiled="plain" if run.activations.compile == "auto" else "none"),
         compute_bytes=4 if run.precision.compute_dtype == "fp32" else 2,
         background=run.checkpoint.background,
@@ -169,7 +154,6 @@ def plan_cluster(
     """Search, evaluate, and check the layouts that are shown.
 
     Args:
-        request: The model, step and cluster.
         config: The model's Hugging Face config.
         own: The file's own layout.
         steps: Length of the run.

@@ -23,10 +23,8 @@ def cluster_json(plan: ClusterPlan) -> str:
 def _head(plan: ClusterPlan) -> Iterator[str]:
     request, result = plan.request, plan.result
     shape, step = request.inventory.shape, request.step
-    yield (
-        f"plan for {shape.name}, {abbreviated(shape.parameters)} parameters, on {request.world} GPUs of "
-        f"{request.cluster.name}"
-    )
+    where = f"on {request.world} GPUs of {request.cluster.name}"
+    yield f"plan for {shape.name}, {abbreviated(shape.parameters)} parameters, {where}"
     yield f"  a step: {counted(step.rows, 'row')} x {counted(step.tokens, 'token')}"
     yield from (f"  warning: {warning}" for warning in plan.warnings)
     yield f"  {result.tried:,} candidates tried, {result.fit:,} fit; rejected:"

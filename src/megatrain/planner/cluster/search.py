@@ -63,13 +63,7 @@ class SearchResult:
 
 
 def search(request: Request, config: Any, count: int = 10) -> SearchResult:
-    """Find the best candidates.
-
-    Args:
-        request: The model, step and cluster.
-        config: The model's Hugging Face config.
-        count: Number of candidates wanted.
-    """
+    """Find the `count` best candidates for a model with the given Hugging Face config."""
     refused: Counter[str] = Counter()
     fitting: list[tuple[float, Candidate, RankMemory]] = []
     tried, allowed = 0, allowed_bytes(request)

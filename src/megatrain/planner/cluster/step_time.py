@@ -24,14 +24,7 @@ from megatrain.engine.mesh.stage import Part
 from megatrain.planner.cluster.candidate import Candidate, Request
 from megatrain.planner.cluster.network import Group, group_of
 from megatrain.planner.model_cost import LayerCost, Line
-from megatrain.planner.timeline import (
-    EAGER_TIME,
-    FP32_TIME,
-    HEAD_FRACTION,
-    LAUNCH_S,
-    SHORT_CHUNK_TOKENS,
-    layer_work,
-)
+from megatrain.planner.timeline import EAGER_TIME, FP32_TIME, HEAD_FRACTION, LAUNCH_S, SHORT_CHUNK_TOKENS, layer_work
 
 STEP_S = 0.03
 """Batch, global norm, one decision, launches of the optimizer."""
@@ -116,12 +109,8 @@ class StepTime:
 def play(table: Table, stages: Sequence[StageTime], transfer_s: float = 0.0) -> StepTime:
     """Play a schedule's table; see [Note: what the simulation assumes] in engine/mesh/pipeline_schedule.py.
 
-    A stage's gradients are reduced after its last backward, beside the actions that follow.
-
-    Args:
-        table: From `action_table`.
-        stages: Times of each stage.
-        transfer_s: Seconds to send one microbatch's hidden states from one rank to another.
+    A stage's gradients are reduced after its last backward, beside the actions that follow. `transfer_s`: seconds to send one
+    microbatch's hidden states from one rank to another.
     """
     found = simulate(
         table,
