@@ -1,9 +1,9 @@
-"""`make demo`: a small Llama from nothing to a sample, through everything that a real run uses, in about two minutes.
+"""`make demo`: train a small Llama from scratch and sample from it, with everything a real run uses, in about two minutes.
 
-    a tokenizer, trained here  -->  a model folder without weights  -->  run.yaml  -->  train  -->  plain transformers
+    train a tokenizer  -->  model folder without weights  -->  run.yaml  -->  train  -->  sample with plain transformers
 
-The text is what every machine has: the sources of Python's own standard library. Everything lies in a new numbered folder
-below `runs/demo`; nothing is overwritten and nothing is removed.
+The training text is the source code of Python's standard library. All output goes into a new numbered folder below `runs/demo`;
+nothing is overwritten or deleted.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ run:      {{dir: {folder}/run, seed: 0}}
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = _arguments(words)
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "true"
-    )  # tokenizers warns where a process forks after its threads ran
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # tokenizers warns if a process forks after using threads
     start = time.perf_counter()
     folder = _new_folder(arguments.dir)
     _say(f"a tokenizer of {VOCABULARY} tokens and a model without weights, in {folder}/model")
@@ -65,14 +63,14 @@ def main(words: Sequence[str] | None = None) -> None:
     print(config.read_text(encoding="utf-8"))
     summary = mt.train(mt.load_config(config))
     if summary.stopped_by is not None:
-        print(f"stopped early; go on with: megatrain train {config} --resume auto")
+        print(f"stopped early; continue with: megatrain train {config} --resume auto")
         return
-    assert summary.checkpoint is not None, "a run that went to its end has saved"
+    assert summary.checkpoint is not None, "a complete run has saved"
 
     _say(f"the checkpoint in plain transformers, after {PROMPT!r}")
     print(sample(summary.checkpoint))
 
-    _say("what came of it")
+    _say("results")
     records = read_records(summary.folder / "metrics.jsonl")
     print(f"training loss  {summary.first_loss:.3f} -> {summary.last_loss:.3f}")
     print(f"held-out loss  {records[0].val_loss:.3f} -> {summary.val_loss:.3f}   (nats per token)")
@@ -90,21 +88,21 @@ def write_model(folder: Path, text: str) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has a token, also those not in the text
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # a token for every byte, even if it is not in the text
         show_progress=False,
     )
     bpe.train(files, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
     tokenizer.save_pretrained(folder)
     LlamaConfig(
-        vocab_size=VOCABULARY,  # of a short text the BPE learns fewer tokens; the rest of the rows is then unused
+        vocab_size=VOCABULARY,  # BPE learns fewer tokens from a short text; the remaining rows are then unused
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
-        initializer_range=0.08,  # about 1 / sqrt(hidden_size); the usual 0.02 is for wider models and learns slower here
+        initializer_range=0.08,  # about 1 / sqrt(hidden_size); the usual 0.02 is for wider models and trains slower here
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -114,7 +112,7 @@ def write_model(folder: Path, text: str) -> None:
 
 
 def sample(checkpoint: Path) -> str:
-    """A continuation of PROMPT at low temperature, by transformers alone, the same every time."""
+    """A continuation of PROMPT by plain transformers, at low temperature and with a fixed seed."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     torch.manual_seed(0)
@@ -131,16 +129,16 @@ def sample(checkpoint: Path) -> str:
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A small model from nothing to a sample, in about two minutes.")
-    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where a new numbered folder is made")
-    parser.add_argument("--text", default=str(TRAIN_TEXT), help="a glob in one folder; every file is read as text")
+    parser = argparse.ArgumentParser(description="Train a small model from scratch and sample from it, in about two minutes.")
+    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="parent of the new numbered folder")
+    parser.add_argument("--text", default=str(TRAIN_TEXT), help="glob of files in one folder, read as text")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rows-per-step", type=int, default=24, help=f"rows of {ROW_TOKENS} tokens")
     return parser.parse_args(words)
 
 
 def _new_folder(parent: Path) -> Path:
-    """The first of parent/1, parent/2, ... that does not exist yet."""
+    """Create the first of parent/1, parent/2, ... that does not exist."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
