@@ -129,7 +129,9 @@ def sample(checkpoint: Path) -> str:
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small model from scratch and sample from it, in about two minutes.")
+    parser = argparse.ArgumentParser(
+        description="Train a small model from scratch and sample from it, in about two minutes."
+    )
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="parent of the new numbered folder")
     parser.add_argument("--text", default=str(TRAIN_TEXT), help="glob of files in one folder, read as text")
     parser.add_argument("--steps", type=int, default=400)
