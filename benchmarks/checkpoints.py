@@ -126,9 +126,7 @@ if __name__ == "__main__":
     if what == "resume":
         forget_pages(place)
     began = time.perf_counter()
-    init = {"init": "random" if what == "run" else "empty"}
-    with engine_for(
-        shape, rows=size[0], tokens=size[1], machine_file=machine_file, overrides=init, say=print
-    ) as engine:
+    init = "random" if what == "run" else "empty"
+    with engine_for(shape, rows=size[0], tokens=size[1], machine_file=machine_file, init=init, say=print) as engine:
         print(f"engine made in {time.perf_counter() - began:.1f} s", flush=True)
         run(engine, *size, place) if what == "run" else resume(engine, *size, place, lazy=rest == ["lazy"])

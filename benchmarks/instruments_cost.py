@@ -2,10 +2,10 @@
 
 Use: python benchmarks/instruments_cost.py SHAPE ROWS TOKENS STEPS [option=value ...]
      python benchmarks/instruments_cost.py qwen3-8b 32 1024 12
-     python benchmarks/instruments_cost.py qwen3-0.6b 8 1024 60 resident=all kept=all
+     python benchmarks/instruments_cost.py qwen3-0.6b 8 1024 60 placement=device activations=keep
      python benchmarks/instruments_cost.py tiny 4 128 200 device=cpu threads=1
-The shape is one of `megatrain bench`, placed by the plan; options are HostEngine's. Pairs of steps, on and off, lie beside each
-other, so that a slow drift of the machine meets both alike; the median of the pairs' differences is the cost.
+The shape is one of `megatrain bench`, placed by the plan; options are ExecutionPlan's. Pairs of steps, on and off, lie beside
+each other, so that a slow drift of the machine meets both alike; the median of the pairs' differences is the cost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import sys
 import time
 from typing import Any
 
-from megatrain.commands.bench import engine_for, engine_overrides, random_batch
+from megatrain.commands.bench import engine_for, plan_overrides, random_batch
 
 WARM_UP = 4
 
 
 def main(shape: str, rows: int, tokens: int, steps: int, words: list[str]) -> None:
     device = next((word.removeprefix("device=") for word in words if word.startswith("device=")), "auto")
-    options = engine_overrides([word for word in words if not word.startswith("device=")])
+    options = plan_overrides([word for word in words if not word.startswith("device=")])
     with engine_for(shape, rows=rows, tokens=tokens, device=device, overrides=options, say=print) as engine:
         vocabulary = engine.config.get_text_config().vocab_size
         seconds: dict[bool, list[float]] = {True: [], False: []}

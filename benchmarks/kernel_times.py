@@ -2,7 +2,7 @@
 
 Use: python benchmarks/kernel_times.py SHAPE ROWS TOKENS [MACHINE_FILE [option=value ...]]
      python benchmarks/kernel_times.py qwen3-8b 8 1024 docs/machines/h200.yaml
-SHAPE is one of `megatrain bench --shape`; the engine follows the plan, options replace its keyword arguments.
+SHAPE is one of `megatrain bench --shape`; the engine follows the plan, options replace its fields.
 Prints the clock and the power of the GPU under the load, the kernels of one step by time, and the gaps between them.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.commands.bench import engine_for, engine_overrides, random_batch
+from megatrain.commands.bench import engine_for, plan_overrides, random_batch
 
 
 def clocks() -> str:
@@ -61,7 +61,7 @@ def table(found: list[tuple[str, float, float]], lines: int = 34) -> None:
 
 
 def main(shape: str, rows: int, tokens: int, machine_file: str | None, words: list[str]) -> None:
-    overrides = engine_overrides(words)
+    overrides = plan_overrides(words)
     with engine_for(
         shape, rows=rows, tokens=tokens, machine_file=machine_file, overrides=overrides, say=print
     ) as engine:

@@ -26,13 +26,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
 from torch.utils import _pytree as pytree
 
-from megatrain.commands.bench import QWEN25_7B, engine_overrides
+from megatrain.commands.bench import QWEN25_7B, plan_overrides
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.engine.host.engine import HostEngine
 from megatrain.machine.machine import LONG_ROW, Machine, load_machine
@@ -42,7 +41,7 @@ from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, Policy, StepSize
 from megatrain.planner.memory import working_bytes
 from megatrain.planner.model_cost import ModelShape, layer_arguments, shape_of
-from megatrain.planner.plan import Plan, caps_for, engine_options, plan
+from megatrain.planner.plan import Plan, caps_for, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.planner.timeline import recomputed_flops
@@ -210,7 +209,7 @@ def main() -> None:
     parser.add_argument("--machine", default=str(MACHINE))
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--skip-layer", action="store_true", help="do not run a layer alone first")
-    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of HostEngine instead of the plan's")
+    parser.add_argument("--option", action="append", default=[], help="field of ExecutionPlan instead of the plan's")
     given = parser.parse_args()
     # before the first use of the device: tensors of many sizes, each a hundredth of its memory, leave no gaps between them
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -221,10 +220,10 @@ def main() -> None:
     say(plan_text(made))
     if given.plan_only:
         return
-    options: dict[str, Any] = engine_options(made) | engine_overrides(given.option)
+    followed = replace(made.execution, **plan_overrides(given.option))
     began = time.perf_counter()
     optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0)
-    with HostEngine(folder, init="random", verify="never", optim=optim, **options) as engine:
+    with HostEngine(folder, followed, init="random", verify="never", optim=optim) as engine:
         say(
             f"engine made in {time.perf_counter() - began:.1f} s, {engine.structure.param_count / 1e9:.2f} B parameters"
         )

@@ -33,6 +33,7 @@ from megatrain.engine.mesh.comm_overlap import Shares, kernels_of, shares
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.engine.mesh.rank_metrics import gather, numbers_of_all, numbers_of_rank
+from megatrain.engine.plan import ExecutionPlan
 from megatrain.optim.adamw import AdamW
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -151,9 +152,9 @@ def host_row(given: argparse.Namespace) -> dict[str, Any]:
     device = launch.device_of_rank("auto")
     layers = SHAPES[given.shape]["num_hidden_layers"]
     resident = [f"layer.{i}" for i in range(2 * layers // 3)] if device.type == "cuda" else []
-    options: dict[str, Any] = {"device": device, "compute_dtype": "bf16", "compile": "off", "verify": "never"}
+    plan = ExecutionPlan(placement=dict.fromkeys(resident, "device"), compute_dtype="bf16", compile="off")
     folder = config_folder(given)
-    with HostEngine(folder, optim=OPTIM, init="random", seed=0, resident=resident, **options) as engine:
+    with HostEngine(folder, plan, optim=OPTIM, device=device, init="random", verify="never") as engine:
         start_s = time.perf_counter() - started
         say(f"host: engine made in {start_s:.1f} s")
         losses, norms, seconds = [], [], []

@@ -19,6 +19,7 @@ from transformers import Qwen3Config
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
+from megatrain.engine.plan import ExecutionPlan
 from megatrain.optim.adamw import AdamW
 
 QWEN3_4B = {
@@ -61,7 +62,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if arguments.host:
             started = time.perf_counter()
-            with HostEngine(folder, compute_dtype="bf16", **common) as engine:
+            with HostEngine(folder, ExecutionPlan(compute_dtype="bf16"), **common) as engine:
                 report("host", engine, batches, time.perf_counter() - started)
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from typing import Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.plan import ExecutionPlan
 from megatrain.optim.adamw import AdamW
 
+COMPILED: tuple[tuple[str, Literal["off", "auto"]], ...] = (
+    ("megatrain, eager", "off"),
+    ("megatrain, compiled", "auto"),
+)
 CONFIG = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -54,13 +60,12 @@ def main(rows: int, tokens: int, steps: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**CONFIG)
     model = LlamaForCausalLM(config)
-    for name, compiled in (("megatrain, eager", "off"), ("megatrain, compiled", "auto")):
+    for name, compiled in COMPILED:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         optim = AdamW(learning_rate=1e-5)
-        with HostEngine(
-            model, optim=optim, resident="all", kept="all", microbatch_rows=rows, compile=compiled
-        ) as engine:
+        plan = ExecutionPlan(placement="device", activations="keep", microbatch_rows=rows, compile=compiled)
+        with HostEngine(model, plan, optim=optim) as engine:
             seconds = []
             for step in range(steps):
                 ids = torch.randint(0, 49152, (rows, tokens), generator=torch.Generator().manual_seed(step))

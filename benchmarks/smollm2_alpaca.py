@@ -89,9 +89,8 @@ def plain_model(folder: str | Path) -> Any:
 
 def set_exact_weights(plain: Any, source: str, checkpoint: Path) -> None:
     """Give a plain model the fp32 master weights of a checkpoint, of which its bf16 weights are the rounded half."""
-    with mt.HostEngine(
-        source, compute_dtype="fp32", optim=mt.AdamW(max_grad_norm=None), gradient_plane=False
-    ) as engine:
+    plan = mt.ExecutionPlan(compute_dtype="fp32", gradient_plane=False)
+    with mt.HostEngine(source, plan, optim=mt.AdamW(max_grad_norm=None)) as engine:
         engine.load(checkpoint)
         plain.load_state_dict(dict(engine.named_parameters()), strict=False)
     plain.tie_weights()

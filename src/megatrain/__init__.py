@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatrain.config.load import load_config as load_config
     from megatrain.config.schema import RunConfig as RunConfig
     from megatrain.engine.host.engine import HostEngine as HostEngine
+    from megatrain.engine.plan import ExecutionPlan as ExecutionPlan
     from megatrain.engine.results import EvalResult as EvalResult
     from megatrain.engine.results import StepResult as StepResult
     from megatrain.errors import EngineClosed as EngineClosed
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain.errors import UserError as UserError
     from megatrain.optim.adamw import AdamW as AdamW
     from megatrain.optim.spec import ParamGroup as ParamGroup
+    from megatrain.planner.run import plan as plan
     from megatrain.run.evaluate import evaluate as evaluate
     from megatrain.run.loop import train as train
     from megatrain.run.prepare import check as check
@@ -32,6 +34,7 @@ _HOME = {
     "AdamW": "megatrain.optim.adamw",
     "EngineClosed": "megatrain.errors",
     "EvalResult": "megatrain.engine.results",
+    "ExecutionPlan": "megatrain.engine.plan",
     "HostEngine": "megatrain.engine.host.engine",
     "MegatrainError": "megatrain.errors",
     "NumericStop": "megatrain.errors",
@@ -43,6 +46,7 @@ _HOME = {
     "check": "megatrain.run.prepare",
     "evaluate": "megatrain.run.evaluate",
     "load_config": "megatrain.config.load",
+    "plan": "megatrain.planner.run",
     "train": "megatrain.run.loop",
 }
 
@@ -50,6 +54,7 @@ __all__ = [
     "AdamW",
     "EngineClosed",
     "EvalResult",
+    "ExecutionPlan",
     "HostEngine",
     "MegatrainError",
     "NumericStop",
@@ -62,6 +67,7 @@ __all__ = [
     "check",
     "evaluate",
     "load_config",
+    "plan",
     "train",
 ]
 

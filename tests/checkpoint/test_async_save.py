@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from hosted import as_bits
 from megatrain.checkpoint import files, host_planes, reader, writer
@@ -36,14 +37,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "accumulation_steps": {"accumulation_steps": 2},
     "resident": {"resident": "all"},
     "partly resident": {"resident": ["layer.0", "head"]},
-    "kept": {"kept": "all"},
+    "keep": {"keep": "all"},
     "eaten": {"gradient_plane": False, "optim": AdamW(max_grad_norm=None, learning_rate=1e-3)},
 }
 
 
 def engine_of(family: str = "llama", **options: Any) -> HostEngine:
     standard = {"compute_dtype": "bf16", "threads": 2, "verify": "never", "optim": AdamW(learning_rate=1e-3)}
-    return HostEngine(build(BY_NAME[family], seed=0), device="cpu", **{**standard, **options})
+    return host_engine(build(BY_NAME[family], seed=0), device="cpu", **{**standard, **options})
 
 
 def data(count: int, first: int = 0, family: str = "llama") -> list[dict[str, torch.Tensor]]:
@@ -157,7 +158,7 @@ def test_a_save_under_training_is_of_one_step_and_resumes_exactly(
 
 def test_any_placement_reads_any_others(tmp_path: Path) -> None:
     """What is on the disk does not depend on where the units live."""
-    with engine_of(resident=["layer.1"], kept="all") as engine:
+    with engine_of(resident=["layer.1"], keep="all") as engine:
         train(engine, data(2))
         engine.save(tmp_path / "ckpt")
         wanted = dict(engine.named_parameters())
@@ -192,7 +193,7 @@ def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
     def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    with engine_of(resident="all", kept="all") as engine:
+    with engine_of(resident="all", keep="all") as engine:
         train(engine, data(1))
         with monkeypatch.context() as patch:
             patch.setattr(HostReader, "read", no_memory)
@@ -304,7 +305,7 @@ def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step
 
     monkeypatch.setattr(HostPlanes, "_copy_ahead", lambda self: None)
     monkeypatch.setattr(HostReader, "read", no_memory)
-    with engine_of(resident="all", kept="all") as engine, engine_of(resident="all", kept="all") as calm:
+    with engine_of(resident="all", keep="all") as engine, engine_of(resident="all", keep="all") as calm:
         train(engine, data(1))
         save = engine.save(tmp_path / "one", background=True, on_error="warn")
         train(engine, data(1, 1))
@@ -530,7 +531,7 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
     model = LlamaForCausalLM(wide)
     process, sizes = psutil.Process(), []
     batches = data(1)
-    with HostEngine(model, device="cpu", compute_dtype="bf16", threads=1, verify="never") as engine:
+    with host_engine(model, device="cpu", compute_dtype="bf16", threads=1, verify="never") as engine:
         for number in range(26):
             train(engine, batches)
             save = engine.save(tmp_path / f"s{number}", background=True, buffer_bytes=10**9)
@@ -659,11 +660,11 @@ def test_an_engine_without_weights_computes_nothing_before_a_load(tmp_path: Path
     folder = tmp_path / "model"
     build(LLAMA, seed=0).save_pretrained(folder)
     options: dict[str, Any] = {"device": "cpu", "compute_dtype": "bf16", "threads": 1, "verify": "never"}
-    with HostEngine(folder, **options) as engine:
+    with host_engine(folder, **options) as engine:
         train(engine, data(1))
         engine.save(tmp_path / "ckpt")
         wanted = train(engine, data(1, 1))
-    with HostEngine(folder, init="empty", **options) as empty:
+    with host_engine(folder, init="empty", **options) as empty:
         for call in (lambda: empty.train_step(data(1)[0]), lambda: empty.save(tmp_path / "nothing")):
             with pytest.raises(UserError, match="holds no weights"):
                 call()
@@ -717,7 +718,7 @@ def test_code_of_the_source_goes_along_only_when_it_is_trusted(tmp_path: Path) -
     (folder / "modeling_own.py").write_text("x = 1\n")
     for trusted in (True, False):
         options: dict[str, Any] = {"device": "cpu", "compute_dtype": "bf16", "threads": 1, "verify": "never"}
-        with HostEngine(folder, trust_remote_code=trusted, **options) as engine:
+        with host_engine(folder, trust_remote_code=trusted, **options) as engine:
             engine.save(tmp_path / f"ckpt_{trusted}")
         assert (tmp_path / f"ckpt_{trusted}" / "modeling_own.py").exists() == trusted
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.engine.host.engine import HostEngine
 from megatrain.optim.adamw import AdamW
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def engine_of(family: str, **options: Any) -> HostEngine:
     standard = {"compute_dtype": "bf16", "verify": "never", "optim": AdamW(learning_rate=1e-3)}
-    return HostEngine(build(BY_NAME[family], seed=0), device="cuda", **{**standard, **options})
+    return host_engine(build(BY_NAME[family], seed=0), device="cuda", **{**standard, **options})
 
 
 def train(engine: HostEngine, family: str, seeds: range) -> None:
@@ -40,7 +41,7 @@ def planes_of(engine: HostEngine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("buffer_bytes", [1, 10**9])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"resident": "all"}, {"resident": ["layer.0"], "kept": "all"}, {"pin": "staged"}, {"accumulation_steps": 2}],
+    [{}, {"resident": "all"}, {"resident": ["layer.0"], "keep": "all"}, {"pin": "staged"}, {"accumulation_steps": 2}],
     ids=str,
 )
 def test_a_save_under_training_is_of_one_step(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.commands.bench import bench, engine_overrides
+from megatrain.commands.bench import bench, plan_overrides
 from megatrain.commands.main import main
 from megatrain.errors import UserError
 
@@ -24,7 +24,7 @@ def test_a_planned_benchmark_reports_plan_bounds_and_split() -> None:
     assert report.policy_bound is not None and report.policy_bound > 0
     assert report.plan is not None
     assert report.plan["step"]["measured"] == report.seconds["step"]
-    assert report.options["resident"][0] == "embedding"  # the plan was followed
+    assert report.options["placement"]["embedding"] == "device"  # the plan was followed
     text = "\n".join(said)
     for part in (
         "plan for tiny",
@@ -38,7 +38,7 @@ def test_a_planned_benchmark_reports_plan_bounds_and_split() -> None:
 
 
 def test_streamed_units_move_their_weights_and_gradients() -> None:
-    overrides = {"resident": (), "kept": (), "selective": (), "threads": 1}
+    overrides = {"placement": "host", "activations": "recompute", "threads": 1}
     report = bench(
         "tiny", rows=2, tokens=16, steps=1, warmup=1, device="cpu", machine_file=MACHINE, overrides=overrides,
         bounds=False, say=lambda _: None,
@@ -74,7 +74,7 @@ def test_an_unknown_shape_and_an_unknown_option_are_errors_of_the_user(capsys: p
     assert main(["bench", "--shape", "qwen9", "--rows", "1", "--tokens", "8"]) == 2
     assert "qwen3-8b" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"weight_slot=3"):
-        engine_overrides(["weight_slot=3"])
+        plan_overrides(["weight_slot=3"])
 
 
 def test_a_config_folder_is_a_shape(tmp_path: Path) -> None:
@@ -92,13 +92,19 @@ def test_a_config_folder_is_a_shape(tmp_path: Path) -> None:
     assert report.parameters > 10_000
 
 
-def test_options_of_the_engine_are_of_the_kind_it_takes() -> None:
-    assert engine_overrides(["kept=1", "threads=2", "offloaded=all", "segment=null"]) == {
-        "kept": [1], "threads": 2, "offloaded": "all", "segment": None
+def test_options_of_the_plan_are_of_the_kind_it_takes() -> None:
+    words = [
+        "threads=2", "activations=keep", "offload_input=[0, 2]", "microbatch_rows=null", 'placement={"head": "device"}',
+        "host_gib=4", "gradient_plane=false",
+    ]  # fmt: skip
+    assert plan_overrides(words) == {
+        "threads": 2, "activations": "keep", "offload_input": frozenset({0, 2}), "microbatch_rows": None,
+        "placement": {"head": "device"}, "host_gib": 4, "gradient_plane": False,
     }  # fmt: skip
-    for word in ("threads=abc", "budget=[1]", "gradient_plane=yes"):
+    assert plan_overrides(['activations={"1": "keep_mlp"}']) == {"activations": {1: "keep_mlp"}}
+    for word in ("threads=abc", "selective_budget=[1]", "gradient_plane=yes", "segment=null", "weight_slots=true"):
         with pytest.raises(UserError, match="should be"):
-            engine_overrides([word])
+            plan_overrides([word])
     for word in ("model=x", "device=cpu", "verify=never", "self=1"):
-        with pytest.raises(UserError, match="is no NAME=VALUE of HostEngine"):
-            engine_overrides([word])
+        with pytest.raises(UserError, match="is no NAME=VALUE of ExecutionPlan"):
+            plan_overrides([word])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines import host_engine
 from families import CORE, FAMILIES, Family, batch, build
 from megatrain.engine.host.engine import HostEngine
 from megatrain.models.families import TESTED
@@ -25,7 +26,7 @@ either side."""
 
 
 def engine_of(model: torch.nn.Module, **options: Any) -> HostEngine:
-    return HostEngine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", **options)
+    return host_engine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", **options)
 
 
 def assert_same_gradients(family: Family, kind: str, tie: bool | None = None, **options: Any) -> None:

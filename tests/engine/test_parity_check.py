@@ -14,23 +14,28 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from engines import host_engine
 from families import BY_NAME, CORE, FAMILIES, UNUSUAL, Family, batch, build, config
-from megatrain.engine import parity_check as gate
-from megatrain.engine.host.engine import HostEngine
-from megatrain.engine.parity_check import tiny_configs, verify_family, verify_packing
+from megatrain.engine import parity_check as check
+from megatrain.engine.host.engine import parity_engine
+from megatrain.engine.parity_check import tiny_configs, verify_packing
 from megatrain.errors import MegatrainError, UserError
 from megatrain.models.shell import Shell
 from reference import gradient_error, reference_loss_and_grads
 
 
+def verify_family(config: PreTrainedConfig, **options: Any) -> None:
+    check.verify_family(config, parity_engine, **options)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    gate._family_refusal.cache_clear()
-    gate._packing_refusal.cache_clear()
+    check._family_refusal.cache_clear()
+    check._packing_refusal.cache_clear()
 
 
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "TESTED", frozenset())
+    monkeypatch.setattr(check, "TESTED", frozenset())
 
 
 # ------------------------------------------------------------------ families
@@ -77,7 +82,7 @@ def refusal_of(check: Callable[[], None]) -> UserError | None:
 def test_a_tested_family_with_a_switch_that_no_test_has_is_not_let_through_untested(name: str) -> None:
     """Layers that share keys and values belong to a listed family; the published checkpoints have them."""
     family = BY_NAME[name]
-    assert family.model_type in gate.TESTED
+    assert family.model_type in check.TESTED
     tiny = next(tiny_configs(config(family)))
     assert 0 < tiny.num_kv_shared_layers < tiny.num_hidden_layers
     error = streaming_error(family)
@@ -92,7 +97,7 @@ def streaming_error(family: Family, kind: Any = "plain") -> float:
     """Largest relative difference of any gradient from plain Hugging Face's, rows cut in chunks."""
     model, rows = build(family, seed=0), batch(family, seed=1, rows=3, tokens=24, kind=kind)
     want = reference_loss_and_grads(copy.deepcopy(model), rows)
-    with HostEngine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", microbatch_rows=2) as engine:
+    with host_engine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", microbatch_rows=2) as engine:
         result = engine.backward(rows)
         got = dict(engine.named_gradients())
     assert result.tokens == want.tokens
@@ -147,7 +152,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_shell_is_refused(breakage: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     untested(monkeypatch)
     verify_family(config(BY_NAME["granite"]))
-    gate._family_refusal.cache_clear()
+    check._family_refusal.cache_clear()
     breakage(monkeypatch)
     with pytest.raises(UserError, match=what) as caught:
         verify_family(config(BY_NAME["granite"]))
@@ -165,22 +170,22 @@ def test_an_engine_error_that_is_no_answer_gets_through(monkeypatch: pytest.Monk
 
 def test_a_near_tie_in_one_batch_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference must show in both batches."""
-    plain, calls = gate._plain, []
+    plain, calls = check._plain, []
 
     def off_once(model: nn.Module, rows: dict[str, torch.Tensor]) -> Any:
         loss, gradients = plain(model, rows)
         calls.append(loss)
         return (loss * 1.5 if len(calls) == 2 else loss), gradients
 
-    monkeypatch.setattr(gate, "_plain", off_once)
+    monkeypatch.setattr(check, "_plain", off_once)
     verify_family(config(BY_NAME["llama"]))
     assert len(calls) == 3, "once to see that the copy runs, once for each batch"
 
 
 def test_the_answer_is_remembered_for_a_config_and_asked_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    tiny_model = gate._tiny_model
-    monkeypatch.setattr(gate, "_tiny_model", lambda c, *a: (asked.append(c), tiny_model(c, *a))[1])
+    tiny_model = check.tiny_model
+    monkeypatch.setattr(check, "tiny_model", lambda c, *a: (asked.append(c), tiny_model(c, *a))[1])
     one, same, other = config(BY_NAME["llama"]), config(BY_NAME["llama"]), config(BY_NAME["llama"])
     other.attention_bias = False
     for c in (one, same, other):
@@ -212,7 +217,7 @@ WITH_DEFAULTS = [
 def test_a_config_of_full_size_has_a_tiny_copy_that_runs(name: str) -> None:
     """The defaults of a config class are those of a published model."""
     full: PreTrainedConfig = CONFIG_MAPPING[name]()
-    model = gate._tiny_model(full, None, False)
+    model = check.tiny_model(full, None, False)
     assert sum(p.numel() for p in model.parameters()) < 5_000_000
     kinds = getattr(full.get_text_config(), "layer_types", None)
     if isinstance(kinds, list):
@@ -236,7 +241,7 @@ def test_tables_as_wide_as_a_head_are_kept_by_a_copy_with_full_heads() -> None:
         original_max_position_embeddings=64,
         max_position_embeddings=4096,
     )
-    model = gate._tiny_model(full, None, False)
+    model = check.tiny_model(full, None, False)
     assert model.config.hidden_size // model.config.num_attention_heads == 96
     verify_family(full)
 
@@ -247,7 +252,7 @@ def test_a_config_that_does_not_scale_down_is_refused_off_the_list_and_trusted_o
     def fails(*_: Any) -> None:
         raise KeyError("a size nobody knows")
 
-    monkeypatch.setattr(gate, "_build", fails)
+    monkeypatch.setattr(check, "_build", fails)
     with caplog.at_level(logging.WARNING):
         verify_family(config(BY_NAME["llama"]))
     assert "its parity is part of the test suite" in caplog.text
@@ -261,9 +266,9 @@ def test_a_config_that_does_not_scale_down_is_refused_off_the_list_and_trusted_o
 
 
 def test_a_copy_that_stays_large_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MOST_PARAMETERS", 1000)
-    with pytest.raises(gate._NoTinyCopy, match="smallest copy has"):
-        gate._tiny_model(config(BY_NAME["llama"]), None, False)
+    monkeypatch.setattr(check, "MOST_PARAMETERS", 1000)
+    with pytest.raises(check.NoTinyCopy, match="smallest copy has"):
+        check.tiny_model(config(BY_NAME["llama"]), None, False)
 
 
 # ------------------------------------------------------------------ packing
@@ -287,8 +292,8 @@ def test_packing_is_allowed_exactly_where_transformers_keeps_documents_apart(fam
 
 def test_packing_is_asked_once_for_a_config_and_an_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    error = gate._packing_error
-    monkeypatch.setattr(gate, "_packing_error", lambda model: (asked.append(1), error(model))[1])
+    error = check._packing_error
+    monkeypatch.setattr(check, "_packing_error", lambda model: (asked.append(1), error(model))[1])
     for attention in ("sdpa", "sdpa", "eager", None, None):
         verify_packing(config(BY_NAME["llama"]), attn_implementation=attention)
     assert len(asked) == 3
@@ -308,7 +313,7 @@ def test_an_attention_that_this_machine_lacks_says_so() -> None:
 
 def test_documents_that_leak_a_little_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tolerance is far below any real leak: one in a thousand of another document's states is enough."""
-    tiny_model = gate._tiny_model
+    tiny_model = check.tiny_model
 
     def leaking(*args: Any) -> Any:
         model = tiny_model(*args)
@@ -319,6 +324,6 @@ def test_documents_that_leak_a_little_are_found(monkeypatch: pytest.MonkeyPatch)
         model.model.embed_tokens.register_forward_hook(leak)
         return model
 
-    monkeypatch.setattr(gate, "_tiny_model", leaking)
+    monkeypatch.setattr(check, "tiny_model", leaking)
     with pytest.raises(UserError, match="see each other"):
         verify_packing(config(BY_NAME["llama"]))

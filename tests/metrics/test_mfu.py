@@ -93,7 +93,7 @@ def test_without_a_peak_there_is_no_mfu(tmp_path: Path) -> None:
 
 def test_fp32_has_no_mfu_against_the_peak_of_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path)
-    monkeypatch.setattr("megatrain.engine.host.settings.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("megatrain.engine.plan.device_of", lambda _: torch.device("cuda"))
     monkeypatch.setattr("megatrain.machine.probe.known_machine", lambda _: replace(MACHINE, matrix_tflops=700.0))
     for word, has in (("fp32", False), ("bf16", True), ("fp16", True)):
         run = load_config(config(tmp_path), [f"--precision.compute_dtype={word}"])

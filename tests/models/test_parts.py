@@ -32,8 +32,8 @@ class Block(nn.Module):
 
 MATRICES = frozenset({(WIDTH, WIDE)})
 HELD: dict[str, set[tuple[int, ...]]] = {
-    "attention": {(1, HEADS, TOKENS, WIDTH // HEADS), (1, HEADS, TOKENS)},  # what it gave, logarithms of its sums
-    "mlp": {(TOKENS, WIDE)},
+    "keep_attention": {(1, HEADS, TOKENS, WIDTH // HEADS), (1, HEADS, TOKENS)},  # what it gave, logarithms of its sums
+    "keep_mlp": {(TOKENS, WIDE)},
 }
 
 
@@ -64,7 +64,7 @@ def gradients(
     return [out.detach(), *found], held - weights - {tuple(x.shape), (5056,)}  # the last is the state of the generator
 
 
-@pytest.mark.parametrize("variant", ["attention", "mlp"])
+@pytest.mark.parametrize("variant", ["keep_attention", "keep_mlp"])
 def test_a_compiled_layer_holds_its_part_and_nothing_else(variant: Variant, aot_eager: None) -> None:
     torch.manual_seed(0)
     block = Block()
@@ -97,9 +97,9 @@ def test_an_mlp_in_chunks_is_one_operation_of_the_compiled_layer_and_not_compute
     code = LayerCode(block, "block", compiled=True)
     code.compute_in_chunks(twin)
     want, _ = gradients(lambda state, x: functional_call(block, state, (x,)), state, x)
-    got, held = gradients(lambda state, x: code("attention", state, (x,), {}), state, x)
+    got, held = gradients(lambda state, x: code("keep_attention", state, (x,), {}), state, x)
     assert calls == [False] * 3 + [True] * 3
-    assert held == HELD["attention"]
+    assert held == HELD["keep_attention"]
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -108,7 +108,7 @@ def test_an_eager_layer_reads_what_it_wrote() -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(1, TOKENS, WIDTH).requires_grad_()
     want = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
-    kept = Kept(kept_operations("attention", MATRICES))
+    kept = Kept(kept_operations("keep_attention", MATRICES))
     with torch.no_grad(), kept.written():
         block(x)
     assert len(kept._results) == 1

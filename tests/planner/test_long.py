@@ -11,7 +11,7 @@ import pytest
 from megatrain.config.schema import ActivationsConfig
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
-from megatrain.planner import Options, StepSize, engine_options, plan
+from megatrain.planner import Options, StepSize, plan
 from megatrain.planner.choice import Choice, Policy
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import caps_for, plan_of
@@ -28,16 +28,15 @@ def planned(shape: Shapes, machine: Machines, tokens: int, **options: Any) -> An
 def test_short_rows_are_planned_as_ever(shape: Shapes, machine: Machines) -> None:
     made = planned(shape, machine, 4096)
     assert made.choice.mlp_chunk_tokens is None
-    assert "attention" not in made.choice.policies
+    assert "keep_attention" not in made.choice.policies
 
 
 def test_a_long_row_keeps_attention_and_cuts_its_mlps(shape: Shapes, machine: Machines) -> None:
     made = planned(shape, machine, 131072)
-    assert made.choice.policies == ("attention",) * 36
+    assert made.choice.policies == ("keep_attention",) * 36
     assert made.choice.mlp_chunk_tokens == 16384
-    options = engine_options(made)
-    assert options["keep_attention"] == tuple(range(36))
-    assert options["mlp_chunk_tokens"] == 16384
+    assert made.execution.activations == dict.fromkeys(range(36), "keep_attention")
+    assert made.execution.mlp_chunk_tokens == 16384
     recomputed = planned(shape, machine, 131072, policy="recompute")
     assert recomputed.seconds > 1.15 * made.seconds, "attention's forward is most of what is computed again"
 
@@ -45,7 +44,7 @@ def test_a_long_row_keeps_attention_and_cuts_its_mlps(shape: Shapes, machine: Ma
 def test_the_longest_row_moves_inputs_to_the_host_before_it_gives_up(shape: Shapes, machine: Machines) -> None:
     made = planned(shape, machine, 262144)
     assert made.host_bytes <= made.caps.host_bytes and made.device_bytes <= made.caps.device_bytes
-    assert set(made.choice.policies) <= {"attention", "recompute"}
+    assert set(made.choice.policies) <= {"keep_attention", "recompute"}
     large = replace(machine("h200"), host_gib=400.0)
     longest = plan(shape("qwen3-8b"), large, StepSize(1, 524288))
     assert longest.choice.offloaded > 0
@@ -57,7 +56,7 @@ def test_a_larger_host_lets_the_device_keep_more_attention(shape: Shapes, machin
     found = []
     for host_gib in (135.0, 200.0, 400.0):
         made = plan(shape("qwen3-8b"), replace(machine("h200"), host_gib=host_gib), StepSize(1, 393216))
-        found.append((made.seconds, made.choice.policies.count("attention")))
+        found.append((made.seconds, made.choice.policies.count("keep_attention")))
     assert found[0][1] < found[1][1], "a larger host takes inputs, and the device keeps attention in their place"
     assert found[0][0] > found[1][0] >= found[2][0]
 
@@ -67,10 +66,10 @@ def test_a_larger_host_lets_the_device_keep_more_attention(shape: Shapes, machin
     [
         ({}, "auto"),
         ({"policy": "selective"}, "selective"),
-        ({"attention": "keep"}, "attention"),
-        ({"policy": "recompute", "attention": "keep"}, "attention"),
-        ({"attention": "keep", "mlp": "recompute"}, "attention"),
-        ({"attention": "recompute", "mlp": "keep"}, "mlp"),
+        ({"attention": "keep"}, "keep_attention"),
+        ({"policy": "recompute", "attention": "keep"}, "keep_attention"),
+        ({"attention": "keep", "mlp": "recompute"}, "keep_attention"),
+        ({"attention": "recompute", "mlp": "keep"}, "keep_mlp"),
         ({"attention": "keep", "mlp": "keep"}, "keep"),
         ({"attention": "recompute"}, "recompute"),
         ({"segment": 4}, "recompute"),
@@ -106,10 +105,10 @@ def test_what_each_policy_costs_in_seconds(shape: Shapes, machine: Machines) -> 
     attention_s = (
         36 * model.cost(0).attention_flops.at(step.tokens) * step.tokens / machine("h200").attention_rate(131072)
     )
-    assert seconds("recompute") - seconds("attention") == pytest.approx(attention_s, rel=0.01)
-    assert seconds("keep") < seconds("mlp") < seconds("recompute")
+    assert seconds("recompute") - seconds("keep_attention") == pytest.approx(attention_s, rel=0.01)
+    assert seconds("keep") < seconds("keep_mlp") < seconds("recompute")
     assert seconds("recompute", 16384) > seconds("recompute")
-    assert seconds("attention", 16384) == pytest.approx(seconds("attention"))
+    assert seconds("keep_attention", 16384) == pytest.approx(seconds("keep_attention"))
 
 
 def test_flops_that_are_computed_again(shape: Shapes) -> None:
@@ -125,8 +124,8 @@ def test_flops_that_are_computed_again(shape: Shapes) -> None:
     assert again("keep") == again("selective") == 0
     assert again("recompute") == pytest.approx(products + attention)
     assert again("recompute", 16384) == pytest.approx(products + attention + mlp)
-    assert again("attention", 16384) == pytest.approx(products)
-    assert again("mlp") == pytest.approx(products - mlp + attention)
+    assert again("keep_attention", 16384) == pytest.approx(products)
+    assert again("keep_mlp") == pytest.approx(products - mlp + attention)
 
 
 def test_attention_s_rate_goes_through_both_measured_lengths(machine: Machines) -> None:

@@ -57,7 +57,7 @@ def test_a_long_row_costs_what_the_page_says(
         assert part in smaller
 
 
-@pytest.mark.parametrize("policy", ["keep", "selective", "mlp", "attention", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "selective", "keep_mlp", "keep_attention", "recompute"])
 def test_bytes_held_per_token_and_layer(shape: ModelShape, policy: Policy) -> None:
     tokens = 262144
     on_device, without_input, on_host = rows("| policy | on the device |")[policy]
@@ -93,7 +93,7 @@ def test_the_lines_of_the_formula_add_up(shape: ModelShape) -> None:
     """The four lines under 'What one layer's backward needs', for the shape of the page."""
     heads, kv_heads, size = 28, 4, 128
     unit, given, qkv = 2 * shape.hidden, 2 * heads * size + 4 * heads, 2 * 2 * (heads + 2 * kv_heads) * size
-    assert held_bytes(shape, 0, "attention", 262144, Options()) == given
+    assert held_bytes(shape, 0, "keep_attention", 262144, Options()) == given
     found = working_bytes(shape, StepSize(1, 262144), Options(), choice(shape, chunk=16384))[0] / 262144
     assert found == 4 * unit + given + qkv + 4 * given
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -10,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.engine.host.engine import HostEngine
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
-from megatrain.planner import Options, StepSize, caps_for, engine_options, plan
+from megatrain.planner import Options, StepSize, caps_for, plan
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.report import plan_json, plan_text
 from megatrain.units import GIB
@@ -144,14 +142,14 @@ def test_what_the_user_fixed_is_kept(shape: Shapes, machine: Machines) -> None:
     )
     made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, fixed)
     assert (made.choice.accumulation_steps, made.choice.microbatch_rows, made.choice.head_chunk_tokens) == (2, 4, 1024)
-    assert engine_options(made)["segment"] == 4
-    assert engine_options(made)["threads"] == 3
+    assert made.execution.segment == 4
+    assert made.execution.threads == 3
 
 
 def test_eager_layers_are_never_selective(shape: Shapes, machine: Machines) -> None:
     made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, Options(compiled=False))
     assert "selective" not in made.choice.policies
-    assert engine_options(made)["compile"] == "off"
+    assert made.execution.compile == "off"
 
 
 def test_more_memory_is_never_slower(shape: Shapes, machine: Machines) -> None:
@@ -163,16 +161,16 @@ def test_more_memory_is_never_slower(shape: Shapes, machine: Machines) -> None:
     assert all(more <= 1.01 * less for less, more in zip(seconds, seconds[1:], strict=False))
 
 
-def test_a_plan_is_arguments_of_the_engine(shape: Shapes, machine: Machines) -> None:
-    known = inspect.signature(HostEngine.__init__).parameters
-    plans = [
-        plan(shape("qwen3-8b"), machine(), StepSize(32, 1024)),
-        plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps_for(machine(), device_gib=24)),
-    ]
-    for made in plans:
-        options = engine_options(made)
-        assert set(options) <= set(known)
-        assert not set(options.get("kept", ())) & set(options.get("selective", ()))
+def test_the_engine_follows_what_was_planned(shape: Shapes, machine: Machines) -> None:
+    for caps in (None, caps_for(machine(), device_gib=24)):
+        made = plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps)
+        followed, choice = made.execution, made.choice
+        assert followed.placement == made.placement
+        assert followed.activations == dict(enumerate(choice.policies))
+        assert followed.offload_input == frozenset(range(choice.offloaded))
+        assert (followed.microbatch_rows, followed.accumulation_steps, followed.head_chunk_tokens) == (
+            choice.microbatch_rows, choice.accumulation_steps, choice.head_chunk_tokens
+        )  # fmt: skip
 
 
 def test_a_plan_is_json_and_text(shape: Shapes, machine: Machines) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -12,17 +11,18 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+import megatrain as mt
 from families import FAMILIES, build
 from megatrain.commands.main import main
 from megatrain.config.load import load_config
 from megatrain.engine.host.engine import HostEngine
-from megatrain.errors import PlanRefused
+from megatrain.errors import UserError
 from megatrain.machine.machine import load_machine
-from megatrain.models.build import build_from_memory, load_model_config
+from megatrain.models.build import build_from_memory
 from megatrain.models.structure import dissect
 from megatrain.planner import StepSize, plan
 from megatrain.planner.model_cost import shape_of_structure
-from megatrain.planner.run import check_cpu_memory, options_of, plan_run, planned_options
+from megatrain.planner.run import execution_plan, options_of, plan_run
 from tiny_run import config, prepare
 
 MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
@@ -190,49 +190,44 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_on_a_cpu_the_engine_gets_what_the_file_says(run_file: Path) -> None:
     run = load_config(run_file, ["activations.policy=keep", "batch.microbatch_rows=2"])
-    options = planned_options(run)
-    assert options["kept"] == "all"
-    assert options["microbatch_rows"] == 2
-    assert set(options) <= set(inspect.signature(HostEngine.__init__).parameters)
-    with HostEngine(run.model.path, device="cpu", **options) as engine:
+    followed = execution_plan(run)
+    assert (followed.activations, followed.microbatch_rows) == ("keep", 2)
+    with HostEngine(run.model.path, followed, device="cpu") as engine:
         ids = torch.randint(0, 8, (4, 16))
         assert engine.train_step({"input_ids": ids, "labels": ids}).skipped is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(
-    ("words", "option"),
+    ("words", "policy"),
     [
         (["attention=keep"], "keep_attention"),
         (["policy=recompute", "mlp=keep"], "keep_mlp"),
-        (["attention=keep", "mlp=keep"], "kept"),
+        (["attention=keep", "mlp=keep"], "keep"),
+        (["policy=selective"], "selective"),
+        ([], "recompute"),
     ],
 )
-def test_on_a_cpu_the_words_for_parts_of_a_layer_are_the_engine_s(
-    run_file: Path, words: list[str], option: str
-) -> None:
+def test_on_a_cpu_all_layers_follow_the_policy_of_the_file(run_file: Path, words: list[str], policy: str) -> None:
     given = [f"activations.{word}" for word in [*words, "mlp_chunk_tokens=7"]]
-    options = planned_options(load_config(run_file, given))
-    chosen = {name for name in ("kept", "selective", "keep_attention", "keep_mlp") if options[name] == "all"}
-    assert chosen == {option}
-    assert options["mlp_chunk_tokens"] == 7
+    followed = execution_plan(load_config(run_file, given))
+    assert (followed.activations, followed.mlp_chunk_tokens) == (policy, 7)
 
 
-def test_a_run_on_the_cpu_that_does_not_fit_says_what_it_needs_and_how_to_reduce_it(run_file: Path) -> None:
-    run = load_config(run_file)
-    config = load_model_config(Path(run.model.path))
-    lines = check_cpu_memory(run, config)
-    needed_gib = sum(lines.values()) / (1 << 30)
-    assert check_cpu_memory(load_config(run_file, [f"memory.host_gib={2 * needed_gib}"]), config) == lines
-    with pytest.raises(PlanRefused) as refusal:
-        check_cpu_memory(load_config(run_file, [f"memory.host_gib={needed_gib / 2}"]), config)
-    for part in (
-        "not enough host memory",
-        "(memory.host_gib: ",
-        "batch.accumulation_steps: 2",
-        "gradient_plane: false",
-    ):
-        assert part in str(refusal.value)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_an_evaluation_needs_no_gradient_planes(run_file: Path) -> None:
+    assert not execution_plan(load_config(run_file), training=False).gradient_plane
+    fp16 = load_config(run_file, ["precision.compute_dtype=fp16"])
+    assert execution_plan(fp16, training=False).gradient_plane
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_python_users_get_a_plan_from_a_config_or_a_model(run_file: Path) -> None:
+    run = load_config(run_file, ["batch.microbatch_rows=2"])
+    assert mt.plan(run) == execution_plan(run)
+    assert mt.plan(run.model.path, rows=4, tokens=16) == mt.ExecutionPlan()
+    with pytest.raises(UserError, match="rows and tokens"):
+        mt.plan(run.model.path)
 
 
 FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3"]

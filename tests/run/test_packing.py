@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 
 import families
 import tiny_tokenizer as tiny
+from engines import host_engine
 from families import BY_NAME, CORE, VOCAB, Family, build
 from megatrain.commands.main import main
 from megatrain.config.schema import DataConfig, SourceConfig
@@ -39,7 +40,7 @@ PACKED = [
 
 def engine_of(family: Family) -> HostEngine:
     model = build(family, seed=0)
-    return HostEngine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", microbatch_rows=2)
+    return host_engine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", microbatch_rows=2)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 import families
-from megatrain.engine.host.engine import HostEngine
+from engines import host_engine
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.optim.adamw import AdamW
@@ -62,7 +62,7 @@ def run(case: GpuCase, device: str) -> dict[str, Any]:
     family = families.BY_NAME[case.family]
     model = families.build(family, seed=1, tie=True)
     batches = [families.batch(family, seed=s, rows=8, tokens=32, kind=case.kind) for s in range(case.steps)]
-    with HostEngine(model, device="cpu", compute_dtype=case.dtype, optim=OPTIM) as host:
+    with host_engine(model, device="cpu", compute_dtype=case.dtype, optim=OPTIM) as host:
         want = [host.train_step(batch) for batch in batches]
     plan = MeshPlan(Layout(microbatches=2), case.recompute, case.compile, case.dtype)
     half = case.steps // 2 if case.resume else case.steps

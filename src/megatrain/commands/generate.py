@@ -41,7 +41,7 @@ def generate(
     import torch
     from transformers import set_seed
 
-    from megatrain.engine.host.settings import device_of
+    from megatrain.engine.plan import device_of
     from megatrain.models.build import load_model_config
 
     quiet_libraries()

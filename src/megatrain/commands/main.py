@@ -194,14 +194,14 @@ def _shape_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if arguments.machine is not None:
         read_figures(arguments.machine)  # report a wrong file before the imports below, which take seconds
-    from megatrain.commands.bench import engine_overrides
+    from megatrain.commands.bench import plan_overrides
 
     return {
         "rows": arguments.rows or SHAPE_ROWS,
         "tokens": arguments.tokens or SHAPE_TOKENS,
         "device": arguments.device or "auto",
         "machine_file": arguments.machine,
-        "overrides": engine_overrides(arguments.option),
+        "overrides": plan_overrides(arguments.option),
         **_given(arguments, "steps", "warmup", "device_gib", "host_gib", "device_fraction"),
     }
 

@@ -327,7 +327,7 @@ def _add_shape(command: argparse._ActionsContainer, required: bool) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="set an option of the engine, instead of the plan's choice",
+        help="set a field of ExecutionPlan, instead of the plan's choice",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatrain.config.schema import RunConfig
+from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.spans import Span, chrome_trace, draw_trace
@@ -105,7 +106,7 @@ class _TimedBatches:
 
 
 def take_steps(
-    engine: Any,
+    engine: Engine,
     batches: _TimedBatches,
     steps: int,
     warmup: int,
@@ -132,7 +133,7 @@ def take_steps(
     return [span for span in (*engine.end_trace(), *batches.spans, *saving) if span.end_s > begin_s]
 
 
-def _save(engine: Any, checkpoint: Path, spans: list[Span]) -> None:
+def _save(engine: Engine, checkpoint: Path, spans: list[Span]) -> None:
     """A checkpoint in the background; its span is there when it is whole."""
     started = time.perf_counter()
     engine.save(

@@ -332,13 +332,13 @@ class ActivationsConfig(Section):
         return self
 
     @property
-    def layer_policy(self) -> Literal["auto", "keep", "selective", "attention", "mlp", "recompute"]:
+    def layer_policy(self) -> Literal["auto", "keep", "selective", "keep_attention", "keep_mlp", "recompute"]:
         """The policy of a layer that `policy`, `attention` and `mlp` amount to."""
         parts = (self.attention, self.mlp)
         if parts == ("keep", "keep"):
             return "keep"
         if "keep" in parts:
-            return "attention" if self.attention == "keep" else "mlp"
+            return "keep_attention" if self.attention == "keep" else "keep_mlp"
         if "recompute" in parts or (self.segment is not None and self.policy == "auto"):
             return "recompute"
         return self.policy

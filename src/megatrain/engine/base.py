@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from torch import nn
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.engine import batches
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
+from megatrain.metrics.spans import Span
+from megatrain.models.build import (
+    build_from_memory,
+    build_meta_model,
+    load_model_config,
+    refuse_no_causal_lm,
+    refuse_router_loss,
+)
 from megatrain.models.structure import Structure
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.spec import OptimizerSpec
+from megatrain.optim.spec import OptimizerSpec, unmatched_groups
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `document_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -150,6 +159,14 @@ class Engine(ABC):
         """
         return False
 
+    def begin_trace(self) -> None:
+        """Record everything that steps do, until `end_trace`."""
+        raise UserError("only the host engine has a timeline", "engine: mesh", "use engine: host")
+
+    def end_trace(self) -> list[Span]:
+        """All spans recorded since `begin_trace`. Waits for background work."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Wait for background work, then free all memory. A closed engine refuses every further call."""
@@ -182,3 +199,34 @@ def skip_reason(loss: float, norm: float) -> str | None:
     if not math.isfinite(loss):
         return "loss is not finite"
     return None if math.isfinite(norm) else "gradient norm is not finite"
+
+
+def refuse_unmatched_groups(structure: Structure, optim: OptimizerSpec) -> None:
+    """Raise a UserError for a parameter group whose pattern matches nothing."""
+    for group in unmatched_groups((n for u in structure.units for _, n in u.full_names()), optim):
+        raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
+
+
+def config_of(model: str | Path | nn.Module, trust_remote_code: bool) -> Any:
+    """The config of a model in memory, or of a folder. Errors: see `refuse_no_causal_lm` and `load_model_config`."""
+    if isinstance(model, str | Path):
+        return load_model_config(model, trust_remote_code)
+    refuse_no_causal_lm(model)
+    return model.config
+
+
+def build_model(
+    model: str | Path | nn.Module, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None
+) -> Any:
+    """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or what a folder's config describes.
+
+    Raises:
+        UserError: The config asks for something that no engine gives, or transformers cannot build it.
+    """
+    in_memory = isinstance(model, nn.Module)
+    refuse_router_loss(config, f"a {config.model_type} model in memory" if in_memory else str(model))
+    if in_memory:
+        return build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
+    return build_meta_model(
+        config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+    )

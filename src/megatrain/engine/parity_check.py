@@ -32,12 +32,15 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from megatrain.engine.base import Engine
 from megatrain.errors import MegatrainError, UserError
 from megatrain.models.chunked_mlp import ModuleKey, find_token_wise
 from megatrain.models.families import TESTED
 from megatrain.models.structure import dissect
 
 logger = logging.getLogger(__name__)
+
+MakeEngine = Callable[[nn.Module], Engine]
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -121,7 +124,9 @@ LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_l
 """A kind per layer; in some families derived from other fields."""
 
 
-def verify_family(config: PreTrainedConfig, *, always: bool = False, trust_remote_code: bool = False) -> None:
+def verify_family(
+    config: PreTrainedConfig, make_engine: MakeEngine, *, always: bool = False, trust_remote_code: bool = False
+) -> None:
     """Compare a tiny copy of the family with plain Hugging Face. The answer is remembered for each config.
 
     Families of the tested list are compared as well, because the list knows nothing of a config's switches (layers that share
@@ -129,6 +134,7 @@ def verify_family(config: PreTrainedConfig, *, always: bool = False, trust_remot
 
     Args:
         config: The config of the model that is about to be trained; not changed.
+        make_engine: Makes the engine to verify from a tiny model: fp32 on the CPU, rows cut into microbatches.
         always: Compare again, and do not let the tested list stand for a comparison.
         trust_remote_code: Whether the family's own code may run.
 
@@ -137,7 +143,9 @@ def verify_family(config: PreTrainedConfig, *, always: bool = False, trust_remot
     """
     if always:
         _family_refusal.cache_clear()
-    refusal = _family_refusal(_Key.of(config), trust_remote_code, config.model_type in TESTED and not always)
+    refusal = _family_refusal(
+        _Key.of(config), make_engine, trust_remote_code, config.model_type in TESTED and not always
+    )
     if refusal is not None:
         raise UserError(*refusal)
 
@@ -191,26 +199,26 @@ Refusal = tuple[str, str, str | None]
 
 
 @functools.lru_cache(maxsize=64)
-def _family_refusal(key: _Key, trust_remote_code: bool, tested: bool) -> Refusal | None:
+def _family_refusal(key: _Key, make_engine: MakeEngine, trust_remote_code: bool, tested: bool) -> Refusal | None:
     """Why a family cannot be trained, None where it can."""
     where = f"model type {key.config.model_type}"
     logger.info("verifying the family %s on a tiny copy of its config", key.config.model_type)
     try:
-        model = _tiny_model(key.config, None, trust_remote_code)
-    except _NoTinyCopy as error:
+        model = tiny_model(key.config, None, trust_remote_code)
+    except NoTinyCopy as error:
         if tested:
             logger.warning("%s: %s; going on, since its parity is part of the test suite", where, error)
             return None
         return f"{error}, so the family cannot be verified", where, "it is not supported by the host engine yet"
-    return _difference(model, where)
+    return _difference(model, make_engine, where)
 
 
 @functools.lru_cache(maxsize=64)
 def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) -> str | None:
     """Why packed rows cannot be trained, None where they can."""
     try:
-        model = _tiny_model(key.config, attention, trust_remote_code)
-    except _NoTinyCopy as error:
+        model = tiny_model(key.config, attention, trust_remote_code)
+    except NoTinyCopy as error:
         return f"{error}, so nothing is known of packed rows"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__} takes no position_ids, so documents in one row would see each other"
@@ -227,8 +235,8 @@ def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) 
 @functools.lru_cache(maxsize=64)
 def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Mapping[ModuleKey, str]:
     try:
-        model = _tiny_model(key.config, attention, trust_remote_code).eval()
-    except _NoTinyCopy as error:
+        model = tiny_model(key.config, attention, trust_remote_code).eval()
+    except NoTinyCopy as error:
         logger.warning("%s, so it is not known which modules are token-wise: MLPs are computed whole", error)
         return {}
     structure = dissect(model)
@@ -263,7 +271,7 @@ def _packing_error(model: Any) -> float:
 # ---------------------------------------------------------------- tiny copies
 
 
-class _NoTinyCopy(Exception):
+class NoTinyCopy(Exception):
     """No copy of the config runs in plain Hugging Face."""
 
 
@@ -394,7 +402,7 @@ def _keep_first_layers(config: Any) -> None:
     config.num_hidden_layers = layers
 
 
-def _tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> Any:
+def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> Any:
     """The first tiny copy that plain Hugging Face can run. Random state outside is left as it was."""
     state, problems = torch.get_rng_state(), []
     try:
@@ -410,7 +418,7 @@ def _tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_co
                 logger.debug("a tiny copy of %s does not run", config.model_type, exc_info=error)
     finally:
         torch.set_rng_state(state)
-    raise _NoTinyCopy(f"no tiny copy of this config runs in plain Hugging Face ({_first_line(problems[0])})")
+    raise NoTinyCopy(f"no tiny copy of this config runs in plain Hugging Face ({_first_line(problems[0])})")
 
 
 def _build(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> nn.Module:
@@ -462,17 +470,13 @@ def _plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dic
 # ---------------------------------------------------------------- the comparison
 
 
-def _difference(model: Any, where: str) -> Refusal | None:
+def _difference(model: Any, make_engine: MakeEngine, where: str) -> Refusal | None:
     """Loss and every gradient of a batch, cut in chunks on megatrain's side, against plain Hugging Face."""
-    from megatrain.engine.host.engine import HostEngine  # the engine calls the gate, the gate runs a tiny engine
-
     differences: list[str] = []
     for seed in SEEDS:
         batch = _batch(model, seed)
         try:
-            with HostEngine(
-                model, device="cpu", compute_dtype="fp32", microbatch_rows=2, threads=1, verify="never"
-            ) as engine:
+            with make_engine(model) as engine:
                 result = engine.backward(batch)
                 found = dict(engine.named_gradients())
         except UserError as error:

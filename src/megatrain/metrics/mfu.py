@@ -66,8 +66,8 @@ def utilisation_of(run: RunConfig, model_folder: Path) -> Utilisation | None:
     """What counts a run's FLOPs; None where no peak was measured that fits the run."""
     import torch
 
-    from megatrain.engine.host.settings import compute_dtype_of, device_of
     from megatrain.engine.mesh import launch
+    from megatrain.engine.plan import compute_dtype_of, device_of
     from megatrain.machine.probe import known_machine
     from megatrain.models.build import load_model_config
     from megatrain.planner.model_cost import shape_of

@@ -13,11 +13,12 @@ the code object and its memory budget is no part of the cache's guards:
     keep       with gradients, everything saved, until the backward
     selective  with gradients, until the backward, but only as much as the activation memory budget (0..1) allows: the compiler
                computes the rest again
-    attention  with gradients, until the backward, but of all that is saved only the layer's input and what its attention gave
-    mlp        the same with the products of the MLP's matrices instead of the attention
+    keep_attention  with gradients, until the backward, but of all that is saved only the layer's input and what its attention
+               gave
+    keep_mlp   the same with the products of the MLP's matrices instead of the attention
 
 [Note: one part kept]
-`attention` and `mlp` keep the results of some operations by name and compute all others again, which is what
+`keep_attention` and `keep_mlp` keep the results of some operations by name and compute all others again, which is what
 `torch.utils.checkpoint` calls a selective policy. Where a layer is compiled, the compiler cuts its graph by that policy, and its
 backward computes again no more than it reads: attention runs once. An eager layer does it in two calls: its forward writes
 the results down (`Kept.written`), and the recompute before its backward reads them instead of running the operation
@@ -44,10 +45,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["forward", "recompute", "keep", "selective", "attention", "mlp"]
-PARTS: tuple[Variant, ...] = ("attention", "mlp")
+Variant = Literal["forward", "recompute", "keep", "selective", "keep_attention", "keep_mlp"]
+PARTS: tuple[Variant, ...] = ("keep_attention", "keep_mlp")
 """Variants that keep one part of a layer. See [Note: one part kept]."""
-IN_CHUNKS: tuple[Variant, ...] = ("forward", "recompute", "attention")
+IN_CHUNKS: tuple[Variant, ...] = ("forward", "recompute", "keep_attention")
 """Variants whose MLP saves nothing that its backward reads, so that it may be computed in chunks of tokens."""
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype)
 NOT_CODE = {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"}
@@ -223,7 +224,7 @@ Stays = Callable[[Any, tuple[Any, ...]], bool]
 
 def kept_operations(variant: Variant, mlp_matrices: frozenset[tuple[int, ...]]) -> Stays:
     """What a layer of a variant in `PARTS` keeps. See [Note: one part kept]."""
-    if variant == "attention":
+    if variant == "keep_attention":
         return lambda operation, args: operation in ATTENTION
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return lambda operation, args: operation in products and tuple(sorted(args[-1].shape)) in mlp_matrices

@@ -2,6 +2,6 @@
 
 from megatrain.planner.choice import Caps, Options, StepSize
 from megatrain.planner.model_cost import ModelShape, shape_of
-from megatrain.planner.plan import Plan, caps_for, engine_options, plan
+from megatrain.planner.plan import Plan, caps_for, plan
 
-__all__ = ["Caps", "ModelShape", "Options", "Plan", "StepSize", "caps_for", "engine_options", "plan", "shape_of"]
+__all__ = ["Caps", "ModelShape", "Options", "Plan", "StepSize", "caps_for", "plan", "shape_of"]

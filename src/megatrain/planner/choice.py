@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatrain.engine.plan import Policy
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.model_cost import ModelShape
 from megatrain.units import DtypeName
-
-Policy = Literal["keep", "selective", "attention", "mlp", "recompute"]
-"""`attention` and `mlp` keep that part of a layer and recompute the rest."""
 
 SELECTIVE_BUDGET = 0.5
 """Activation memory budget of selective layers: all matrix products but few are kept, pointwise work is done again."""

@@ -59,7 +59,7 @@ RECOMPUTED_BACKWARD_FACTOR = 1.0
 MLP_CHUNK_FACTOR = 4 / 3
 """Of what an MLP saves: activations and their gradients while one chunk's backward runs."""
 KEPT_SHARE: dict[Policy, float] = {
-    "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "attention": 0.0, "mlp": 0.0, "recompute": 0.0
+    "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "keep_attention": 0.0, "keep_mlp": 0.0, "recompute": 0.0
 }  # fmt: skip
 """Of what a layer could keep beside its output. See [Note: held and working memory of a layer]."""
 
@@ -81,8 +81,8 @@ def _held_of_policy(shape: ModelShape, tokens: int, options: Options, policies: 
     rest = np.maximum(0.0, saved_by_layer(shape, tokens, options) - output)
     held = rest * np.array([KEPT_SHARE[policy] for policy in policies])
     parts: dict[Policy, list[float]] = {
-        "attention": [cost.attention_saved_bytes.at(tokens) for cost in shape.costs],
-        "mlp": [cost.token_wise_product_bytes.at(tokens) for cost in shape.costs],
+        "keep_attention": [cost.attention_saved_bytes.at(tokens) for cost in shape.costs],
+        "keep_mlp": [cost.token_wise_product_bytes.at(tokens) for cost in shape.costs],
     }
     for part, of_group in parts.items():
         of_layer = np.array(of_group)[shape.group_index] * (options.compute_bytes / 2)

@@ -445,7 +445,7 @@ def _experts_counted(
             chosen = min(top_k or stacked[0].shape[0], stacked[0].shape[0])
             uses = hidden.numel() // hidden.shape[-1] * chosen
             for matrices in stacked:
-                _, rows, columns = matrices.shape
+                rows, columns = matrices.shape[-2:]
                 counts.save_bytes(uses * (rows + columns) * hidden.element_size())
                 counts.compute(2.0 * uses * rows * columns)
             return torch.empty_like(hidden)

@@ -1,6 +1,6 @@
 """`plan`: from a model's shape, a machine, a step and caps to a `Plan`, or to a refusal with its ledger. Pure.
 
-What the engine does with a plan is `engine_options`; how people read it is `report.py`.
+`Plan.execution` is what the engine follows; `report.py` prints a plan.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatrain.engine.plan import ExecutionPlan, Place
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
 from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Choice, Lines, Options, Policy, StepSize
@@ -35,7 +36,7 @@ class Plan:
         options: What the user had decided.
         choice: What the plan decided.
         threads: Of AdamW.
-        placement: `device` or `host` for each unit, in forward order.
+        placement: Where each unit lives, in forward order.
         host, device, disk: Bytes by plane and buffer; the device's at its worst moment, the disk's of one checkpoint.
         device_moment: When the device's worst moment is.
         caps: What was allowed.
@@ -51,7 +52,7 @@ class Plan:
     options: Options
     choice: Choice
     threads: int
-    placement: Mapping[str, str]
+    placement: Mapping[str, Place]
     host: Lines
     device: Lines
     disk: Lines
@@ -88,6 +89,27 @@ class Plan:
 
     def layers_with(self, policy: Policy) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(self.choice.policies) if p == policy)
+
+    @property
+    def execution(self) -> ExecutionPlan:
+        """What the engine follows."""
+        choice, options = self.choice, self.options
+        return ExecutionPlan(
+            placement=self.placement,
+            activations=dict(enumerate(choice.policies)),
+            offload_input=frozenset(range(choice.offloaded)),
+            selective_budget=SELECTIVE_BUDGET,
+            mlp_chunk_tokens=choice.mlp_chunk_tokens,
+            segment=options.segment,
+            microbatch_rows=choice.microbatch_rows,
+            accumulation_steps=choice.accumulation_steps,
+            head_chunk_tokens=choice.head_chunk_tokens,
+            weight_slots=options.weight_slots,
+            gradient_slabs=options.gradient_slabs,
+            gradient_plane=options.gradient_plane,
+            compile="auto" if options.compiled else "off",
+            threads=self.threads,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -190,32 +212,3 @@ def _made(
         timeline=simulate(shape, machine, step, options, choice),
         steps=steps,
     )
-
-
-def engine_options(plan: Plan) -> dict[str, Any]:
-    """A plan as keyword arguments of `HostEngine`. What a plan does not use is left at the engine's default."""
-    choice, options = plan.choice, plan.options
-    arguments: dict[str, Any] = {
-        "resident": tuple(name for name, place in plan.placement.items() if place == "device"),
-        "kept": plan.layers_with("keep"),
-        "selective": plan.layers_with("selective"),
-        "keep_attention": plan.layers_with("attention"),
-        "keep_mlp": plan.layers_with("mlp"),
-        "mlp_chunk_tokens": choice.mlp_chunk_tokens,
-        "budget": SELECTIVE_BUDGET,
-        "offloaded": tuple(range(choice.offloaded)),
-        "compile": "auto" if options.compiled else "off",
-        "weight_slots": options.weight_slots,
-        "gradient_slabs": options.gradient_slabs,
-        "gradient_plane": options.gradient_plane,
-        "microbatch_rows": choice.microbatch_rows,
-        "accumulation_steps": choice.accumulation_steps,
-        "head_chunk_tokens": choice.head_chunk_tokens,
-        "segment": None if options.segment == 1 else options.segment,
-        "threads": plan.threads,
-    }
-    unused = {
-        "selective": (), "offloaded": (), "segment": None,
-        "keep_attention": (), "keep_mlp": (), "mlp_chunk_tokens": None,
-    }  # fmt: skip
-    return {name: value for name, value in arguments.items() if name not in unused or value != unused[name]}

@@ -10,7 +10,7 @@ from megatrain.planner.plan import Plan
 from megatrain.units import abbreviated, counted, duration, gib, size_lines
 
 POLICY_WORDS = {
-    "attention": "recompute all but the attention of", "mlp": "recompute all but the MLP's products of"
+    "keep_attention": "recompute all but the attention of", "keep_mlp": "recompute all but the MLP's products of"
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _policies(plan: Plan) -> str:
     choice = plan.choice
     parts = [
         f"{POLICY_WORDS.get(policy, policy)} {_ranges(layers)}"
-        for policy in ("recompute", "attention", "mlp", "selective", "keep")
+        for policy in ("recompute", "keep_attention", "keep_mlp", "selective", "keep")
         if (layers := plan.layers_with(policy))
     ]
     offloaded = choice.offloaded

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.config.schema import RunConfig
-from megatrain.engine.host.ladder import DEFAULT_CHUNK_TOKENS
-from megatrain.engine.host.settings import head_chunk_tokens_of
+from megatrain.engine.plan import MICROBATCH_TOKENS, ExecutionPlan, head_chunk_tokens_of
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.choice import Caps, Choice, Lines, Options, StepSize
 from megatrain.planner.memory import cpu_lines
 from megatrain.planner.model_cost import shape_of
-from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for
+from megatrain.planner.plan import plan as plan_step
 from megatrain.planner.refusal import cpu_refusal
 from megatrain.units import GIB, DtypeName
 
@@ -64,7 +64,7 @@ def plan_config(
     )
     step = StepSize(run.rows_per_step, run.data.max_tokens)
     steps = total_steps or run.schedule.steps
-    return plan(shape, machine, step, caps, options_of(run), steps=steps)
+    return plan_step(shape, machine, step, caps, options_of(run), steps=steps)
 
 
 def warnings_of(run: RunConfig, config: PreTrainedConfig) -> tuple[str, ...]:
@@ -80,11 +80,12 @@ def warnings_of(run: RunConfig, config: PreTrainedConfig) -> tuple[str, ...]:
     )
 
 
-def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[str, Any]:
-    """The part of `HostEngine`'s keyword arguments that a plan decides: by the plan on a GPU, by the config alone on a CPU.
+def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | None = None) -> ExecutionPlan:
+    """How the host engine computes a run: as planned on a GPU, as the config says on a CPU and in an evaluation.
 
     Args:
-        run: The config of a training run.
+        run: The config.
+        training: False for an evaluation, which needs no planes for gradients.
         total_steps: As for `plan_run`.
 
     Raises:
@@ -92,27 +93,80 @@ def planned_options(run: RunConfig, *, total_steps: int | None = None) -> dict[s
     """
     import torch
 
-    if run.run.device != "cpu" and torch.cuda.is_available():
-        return engine_options(plan_run(run, total_steps=total_steps))
-    activations = run.activations
-    policy = activations.layer_policy if activations.segment is None else "recompute"
-    return {
-        "kept": "all" if policy == "keep" else (),
-        "selective": "all" if policy == "selective" else (),
-        "keep_attention": "all" if policy == "attention" else (),
-        "keep_mlp": "all" if policy == "mlp" else (),
-        "mlp_chunk_tokens": activations.mlp_chunk_tokens,
-        "offloaded": "all" if activations.offload_input == "on" else (),
-        "compile": activations.compile,
-        "weight_slots": run.memory.weight_slots,
-        "gradient_slabs": run.memory.gradient_slabs,
-        "gradient_plane": run.memory.gradient_plane,
-        "segment": activations.segment,
-        "microbatch_rows": run.batch.microbatch_rows,
-        "accumulation_steps": run.batch.accumulation_steps,
-        "head_chunk_tokens": run.batch.head_chunk_tokens,
-        "threads": run.run.threads,
-    }
+    batch, memory, activations, precision = run.batch, run.memory, run.activations, run.precision
+    if not training:
+        plan = ExecutionPlan(
+            microbatch_rows=batch.microbatch_rows,
+            head_chunk_tokens=batch.head_chunk_tokens,
+            # fp16 refuses to do without the plane, although an evaluation never uses it
+            gradient_plane=memory.gradient_plane and precision.compute_dtype == "fp16",
+            compile=activations.compile,
+            threads=run.run.threads,
+        )
+    elif run.run.device != "cpu" and torch.cuda.is_available():
+        plan = plan_run(run, total_steps=total_steps).execution
+    else:
+        policy = activations.layer_policy
+        plan = ExecutionPlan(
+            activations="recompute" if policy == "auto" or activations.segment is not None else policy,
+            offload_input=activations.offload_input == "on",
+            mlp_chunk_tokens=activations.mlp_chunk_tokens,
+            segment=activations.segment or 1,
+            microbatch_rows=batch.microbatch_rows,
+            accumulation_steps=batch.accumulation_steps,
+            head_chunk_tokens=batch.head_chunk_tokens,
+            weight_slots=memory.weight_slots,
+            gradient_slabs=memory.gradient_slabs,
+            gradient_plane=memory.gradient_plane,
+            compile=activations.compile,
+            threads=run.run.threads,
+        )
+    return replace(
+        plan,
+        pin=memory.pin,
+        compute_dtype=precision.compute_dtype,
+        grad_transport=precision.grad_transport,
+        host_gib=None if memory.host_gib == "auto" else memory.host_gib,
+        device_gib=None if memory.device_gib == "auto" else memory.device_gib,
+    )
+
+
+def plan(
+    source: RunConfig | str | Path,
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    trust_remote_code: bool = False,
+) -> ExecutionPlan:
+    """The fastest plan for this machine: `HostEngine(folder, megatrain.plan(folder, rows=32, tokens=1024))`.
+
+    Without a GPU nothing is planned: the answer is `ExecutionPlan()`, or what the config says.
+
+    Args:
+        source: A run config, or a model folder (or cached hub id) with `rows` and `tokens`.
+        rows: Rows of an optimizer step.
+        tokens: Tokens of a row.
+        trust_remote_code: Whether code in the model folder may run.
+
+    Raises:
+        UserError: The model is not usable.
+        PlanRefused: The step does not fit this machine.
+    """
+    import torch
+
+    from megatrain.machine.probe import probe
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    if isinstance(source, RunConfig):
+        return execution_plan(source)
+    if rows is None or tokens is None:
+        raise UserError("rows and tokens are needed to plan for a model", "megatrain.plan")
+    folder = find_model_folder(source)
+    config = load_model_config(folder, trust_remote_code)
+    if not torch.cuda.is_available():
+        return ExecutionPlan()
+    machine, shape = probe("auto"), shape_of(config, name=folder.name, trust_remote_code=trust_remote_code)
+    return plan_step(shape, machine, StepSize(rows, tokens), available_caps(machine)).execution
 
 
 def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
@@ -141,7 +195,7 @@ def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
         policies=(policy,) * shape.depth,
         offloaded=shape.depth if options.offload == "on" else 0,
         accumulation_steps=run.batch.accumulation_steps,
-        microbatch_rows=options.microbatch_rows or max(1, DEFAULT_CHUNK_TOKENS // step.tokens),
+        microbatch_rows=options.microbatch_rows or max(1, MICROBATCH_TOKENS // step.tokens),
         head_chunk_tokens=options.head_chunk_tokens or head_chunk_tokens_of(shape.vocabulary, options.compiled),
         mlp_chunk_tokens=options.mlp_chunk_tokens,
     )

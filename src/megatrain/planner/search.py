@@ -183,7 +183,7 @@ class Search:
         """Tokens of an MLP's chunk: only where a layer computes so many that chunks cost next to nothing."""
         rows = -(-self.step.rows // accumulation_steps)
         tokens = -(-rows // -(-rows // microbatch_rows)) * self.step.tokens
-        if self.options.policy in ("keep", "selective", "mlp") or not any(
+        if self.options.policy in ("keep", "selective", "keep_mlp") or not any(
             c.token_wise_parameters for c in self.shape.costs
         ):
             return None
@@ -267,7 +267,7 @@ def _policies(base: Choice, *, attention: int = 0, selective: int = 0, keep: int
     """The last `keep` layers keep all, `selective` before them part, `attention` before these the attention."""
     rest = len(base.policies) - attention - selective - keep
     order: tuple[tuple[Policy, int], ...] = (
-        ("recompute", rest), ("attention", attention), ("selective", selective), ("keep", keep)
+        ("recompute", rest), ("keep_attention", attention), ("selective", selective), ("keep", keep)
     )  # fmt: skip
     return replace(base, policies=tuple(policy for policy, count in order for _ in range(count)))
 

@@ -153,14 +153,14 @@ def layer_seconds(
     backward = work.backward + sums
     if policy == "recompute":
         backward += work.saving + (work.token_wise if in_chunks else 0.0)
-    elif policy == "attention":
+    elif policy == "keep_attention":
         backward += work.saving - work.attention
-    elif policy == "mlp":
+    elif policy == "keep_mlp":
         backward += work.saving - work.token_wise
     elif policy == "selective":
         backward += REBUILD_TRAFFIC * work.traffic * (1.0 - KEPT_SHARE[policy])
     least = LAUNCH_S * cut.chunks
-    again = policy in ("recompute", "attention", "mlp")
+    again = policy in ("recompute", "keep_attention", "keep_mlp")
     forward = work.plain if again else work.saving
     return LayerSeconds(max(forward, least), max(backward, least * (2 if again else 1)))
 
@@ -175,7 +175,7 @@ def recomputed_flops(shape: ModelShape, step: StepSize, choice: Choice) -> float
         )
         third = token_wise if choice.mlp_chunk_tokens is not None else 0.0
         again: dict[Policy, float] = {
-            "recompute": products + attention + third, "attention": products, "mlp": products - token_wise + attention
+            "recompute": products + attention + third, "keep_attention": products, "keep_mlp": products - token_wise + attention
         }  # fmt: skip
         total += again.get(policy, 0.0)
     return total

@@ -27,7 +27,7 @@ import psutil
 from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import ChangeName, RunConfig
-from megatrain.engine.host.settings import named_device
+from megatrain.engine.plan import named_device
 from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed, writing
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.mfu import utilisation_of

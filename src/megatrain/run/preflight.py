@@ -226,13 +226,13 @@ def _check_cache(folder: Path) -> None:
 
 
 def _check_device(run: RunConfig) -> None:
-    from megatrain.engine.host.settings import device_of
+    from megatrain.engine.plan import device_of
 
     device_of(run.run.device)
 
 
 def _check_threads(run: RunConfig) -> None:
-    from megatrain.engine.host.settings import MOST_THREADS
+    from megatrain.engine.plan import MOST_THREADS
 
     if run.run.threads is not None and run.run.threads > MOST_THREADS:
         raise UserError(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.errors import Problems, UserError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from megatrain.data.rows import PackedRows, StepLoader
-    from megatrain.engine.host.engine import HostEngine
+    from megatrain.engine.base import Engine
     from megatrain.engine.mesh.engine import MeshEngine
     from megatrain.engine.mesh.layout import Layout, MeshPlan
 
@@ -262,7 +262,7 @@ def _gpu_bytes(run: RunConfig) -> int | None:
 
 def make_engine(
     run: RunConfig, model_folder: Path, *, for_training: bool = True, weights: bool = True, reductions: int = 0
-) -> HostEngine | MeshEngine:
+) -> Engine:
     """The engine of a run whose parts have been checked. Reads the weights, or makes random ones.
 
     Args:
@@ -274,33 +274,21 @@ def make_engine(
     if run.engine == "mesh":
         return _make_mesh_engine(run, model_folder, weights, reductions)
     from megatrain.engine.host.engine import HostEngine
+    from megatrain.engine.host.instruments import Debug
     from megatrain.optim.adamw import AdamW
-    from megatrain.planner.run import planned_options
+    from megatrain.planner.run import execution_plan
 
-    planned: dict[str, Any] = {
-        # fp16 refuses to do without the plane, although an evaluation never uses it
-        "gradient_plane": run.memory.gradient_plane and run.precision.compute_dtype == "fp16",
-        "microbatch_rows": run.batch.microbatch_rows,
-        "head_chunk_tokens": run.batch.head_chunk_tokens,
-        "compile": run.activations.compile,
-        "threads": run.run.threads,
-    }
     return HostEngine(
         model_folder,
-        device=run.run.device,
+        execution_plan(run, training=for_training),
         optim=optimizer(run) if for_training else AdamW(max_grad_norm=None),
-        compute_dtype=run.precision.compute_dtype,
-        grad_transport=run.precision.grad_transport,
-        pin=run.memory.pin,
-        host_gib=None if run.memory.host_gib == "auto" else run.memory.host_gib,
-        device_gib=None if run.memory.device_gib == "auto" else run.memory.device_gib,
-        init="empty" if not weights else "random" if run.model.init == "random" else None,
         seed=run.run.seed,
+        device=run.run.device,
+        init="empty" if not weights else "random" if run.model.init == "random" else None,
+        verify="never",  # `prepare` has verified the family
         trust_remote_code=run.model.trust_remote_code,
         attn_implementation=run.model.attn_implementation,
-        instruments=for_training and run.metrics.instruments,
-        verify="never",  # `prepare` has verified the family
-        **(planned_options(run) if for_training else planned),
+        debug=Debug(instruments=for_training and run.metrics.instruments),
     )
 
 
@@ -366,8 +354,9 @@ class _Data:
 def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], *, read_weights: bool) -> _Model:
     """Structure of the model, built without storage; its family; and the shapes of its weights if they will be read."""
 
-    from megatrain.engine.host.settings import compute_dtype_of, device_of
+    from megatrain.engine.host.engine import parity_engine
     from megatrain.engine.parity_check import verify_family, verify_packing
+    from megatrain.engine.plan import compute_dtype_of, device_of
     from megatrain.models.build import build_meta_model
     from megatrain.models.structure import dissect
     from megatrain.models.weights import check_weights
@@ -386,7 +375,7 @@ def _look_at_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None]
     if run.model.init == "pretrained" and read_weights:
         check_weights(files.folder, structure)
     if run.engine == "host":
-        verify_family(config, trust_remote_code=run.model.trust_remote_code)
+        verify_family(config, parity_engine, trust_remote_code=run.model.trust_remote_code)
     if run.data.packing:
         verify_packing(
             config,

@@ -111,7 +111,7 @@ def past_of(
     Raises:
         UserError: The run differs from the checkpoint's in what matters.
     """
-    from megatrain.engine.host.settings import compute_dtype_of, device_of
+    from megatrain.engine.plan import compute_dtype_of, device_of
 
     rows, then = loader.rows, start.then
     fingerprint = {

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.device.offload import InputStore
 from megatrain.engine.host import rng as randomness
@@ -27,7 +28,7 @@ SMALL = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attenti
 
 def engine_of(model: torch.nn.Module, **options: Any) -> HostEngine:
     options = {"compute_dtype": "fp32", "threads": 2, "verify": "never", **options}
-    return HostEngine(model, device="cpu", **options)
+    return host_engine(model, device="cpu", **options)
 
 
 def rows_of(seed: int = 0, rows: int = 4, tokens: int = 16, kind: Any = "padded") -> dict[str, torch.Tensor]:
@@ -312,11 +313,11 @@ def test_any_number_of_slots_gives_the_same_bits() -> None:
     [
         {"resident": "all"},
         {"resident": ("embedding", "layer.0", "layer.2")},
-        {"kept": "all"},
-        {"kept": (1, 3), "selective": (0,), "resident": ("layer.1", "head")},
-        {"offloaded": "all"},
-        {"offloaded": (1, 2), "kept": (0,)},
-        {"offloaded": "all", "kept": (0, 1, 3), "selective": (2,), "resident": ("layer.0", "layer.1")},
+        {"keep": "all"},
+        {"keep": (1, 3), "selective": (0,), "resident": ("layer.1", "head")},
+        {"offload_input": "all"},
+        {"offload_input": (1, 2), "keep": (0,)},
+        {"offload_input": "all", "keep": (0, 1, 3), "selective": (2,), "resident": ("layer.0", "layer.1")},
     ],
     ids=str,
 )
@@ -348,7 +349,7 @@ def test_an_offloaded_input_is_let_go_at_once(microbatch_rows: int, kept: Any, m
         sent.append(StorageWeakRef(tensor.untyped_storage()))
 
     monkeypatch.setattr(InputStore, "put", watched)
-    with engine_of(build(LLAMA, seed=0), offloaded="all", kept=kept, microbatch_rows=microbatch_rows) as engine:
+    with engine_of(build(LLAMA, seed=0), offload_input="all", keep=kept, microbatch_rows=microbatch_rows) as engine:
         engine.train_step(rows_of())
     assert len(sent) >= 3
     assert max(alive) <= 1
@@ -450,17 +451,17 @@ def test_out_of_memory_anywhere_in_a_step_is_tried_again_denser(
 
 
 def test_the_ladder_ends_with_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of(build(LLAMA, seed=0), kept="all", head_chunk_tokens=128) as engine:
+    with engine_of(build(LLAMA, seed=0), keep="all", head_chunk_tokens=128) as engine:
 
         def always(*_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._flows.runner.shell, "logits", always)
-            with pytest.raises(PlanRefused, match="densest setting"):
+            with pytest.raises(PlanRefused, match="no plan needs less device memory"):
                 engine.train_step(rows_of(0))
-        assert engine._climb.denser.recompute
-        assert engine._climb.denser.offload
+        assert engine.plan.activations == dict.fromkeys(range(4), "recompute")
+        assert engine.plan.offload_input == frozenset(range(4))
         assert engine.train_step(rows_of(0)).skipped is None
 
 
@@ -490,7 +491,7 @@ def test_the_loss_of_a_router_is_refused_wherever_the_model_comes_from(tmp_path:
     model.save_pretrained(tmp_path / "folder")
     for given in (model, tmp_path / "folder"):
         with pytest.raises(UserError, match=r"auxiliary loss(.|\n)*output_router_logits"):
-            HostEngine(given, device="cpu")
+            host_engine(given, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -630,10 +631,10 @@ def test_document_ids_alone_are_enough() -> None:
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], what: str) -> None:
     options = {"device": "cpu", **options}
     if not what:
-        HostEngine(build(LLAMA, seed=0), verify="never", **options).close()
+        host_engine(build(LLAMA, seed=0), verify="never", **options).close()
         return
     with pytest.raises(UserError, match=what):
-        HostEngine(build(LLAMA, seed=0), verify="never", **options)
+        host_engine(build(LLAMA, seed=0), verify="never", **options)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_a_ledger() -> None:

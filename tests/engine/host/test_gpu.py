@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from engines import host_engine
 from families import BY_NAME, CORE, Family, batch, build
 from megatrain.device.streams import Streams
-from megatrain.engine.host.engine import HostEngine
 from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.planes import split_
 from megatrain.host_memory.store import UnitPlanes
@@ -48,7 +48,7 @@ def trained(family: Family, steps: int, **options: Any) -> tuple[list[float | No
     """Losses and final weights of a run on the GPU."""
     options = {"compute_dtype": "bf16", "optim": AdamW(learning_rate=1e-3), "compile": "off", **options}
     losses = []
-    with HostEngine(build(family, seed=0), device="cuda", verify="never", threads=4, **options) as engine:
+    with host_engine(build(family, seed=0), device="cuda", verify="never", threads=4, **options) as engine:
         for step in range(steps):
             losses.append(engine.train_step(batch(family, seed=step, rows=4, tokens=32, kind="padded")).loss)
         return losses, dict(engine.named_parameters())
@@ -101,10 +101,10 @@ def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
         {"resident": "all"},
         {"resident": ("embedding", "layer.0", "layer.2")},
         {"resident": ("head", "layer.1"), "accumulation_steps": 2},
-        {"kept": "all"},
-        {"kept": (0, 3), "resident": ("layer.3",)},
-        {"offloaded": "all"},
-        {"offloaded": (1, 2), "kept": (0,), "selective": (3,), "accumulation_steps": 2},
+        {"keep": "all"},
+        {"keep": (0, 3), "resident": ("layer.3",)},
+        {"offload_input": "all"},
+        {"offload_input": (1, 2), "keep": (0,), "selective": (3,), "accumulation_steps": 2},
     ],
     ids=str,
 )
@@ -115,7 +115,7 @@ def test_placement_and_kept_activations_do_not_change_a_bit(options: dict[str, A
     assert_same_bits(plain, trained(family, 20, disturb=random_delays(4), poison=True, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"selective": "all", "budget": 0.5, "microbatch_rows": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"selective": "all", "selective_budget": 0.5, "microbatch_rows": 2}], ids=str)
 def test_compiled_layers_follow_eager_ones(options: dict[str, Any]) -> None:
     family = BY_NAME["qwen3"]
     eager, _ = trained(family, 10)
@@ -130,7 +130,7 @@ def test_packed_rows_use_block_masks_and_follow_plain_hugging_face(options: dict
     model = build(family, seed=0).cuda()
     rows = batch(family, seed=1, rows=4, tokens=300, kind="packed")
     want = reference_loss_and_grads(copy.deepcopy(model), {name: t.cuda() for name, t in rows.items()})
-    with HostEngine(model, device="cuda", compute_dtype="fp32", verify="never", compile="on", **options) as engine:
+    with host_engine(model, device="cuda", compute_dtype="fp32", verify="never", compile="on", **options) as engine:
         engine.backward(rows)
         result = engine.backward(rows)
         assert engine.structure.model.config._attn_implementation == "flex_attention"
@@ -174,7 +174,7 @@ def test_gradients_equal_plain_hugging_face_on_the_gpu(family: Family) -> None:
     model = build(family, seed=0).cuda()
     rows = batch(family, seed=1, rows=3, tokens=24, kind="padded")
     want = reference_loss_and_grads(copy.deepcopy(model), {name: t.cuda() for name, t in rows.items()})
-    with HostEngine(
+    with host_engine(
         model, device="cuda", compute_dtype="fp32", microbatch_rows=2, verify="never", compile="off"
     ) as engine:
         result = engine.backward(rows)
@@ -197,7 +197,7 @@ def test_low_precision_follows_the_fp32_run(compute: str) -> None:
 
 def test_memory_is_what_the_formula_says_and_nothing_is_pinned_after_the_first_step() -> None:
     family = BY_NAME["qwen3"]
-    with HostEngine(
+    with host_engine(
         build(family, seed=0), device="cuda", compute_dtype="bf16", verify="never", compile="off"
     ) as engine:
         numel = sum(unit.layout.numel for unit in engine.structure.units)
@@ -216,7 +216,7 @@ def test_evaluation_keeps_no_logits() -> None:
     family = BY_NAME["qwen3"]
     family = dataclasses.replace(family, overrides={**family.overrides, "vocab_size": vocabulary})
     data = batch(family, seed=0, rows=64, tokens=64)
-    with HostEngine(
+    with host_engine(
         build(family, seed=0), device="cuda", compute_dtype="bf16", verify="never", compile="off", head_chunk_tokens=64
     ) as engine:
         engine.eval_step(data)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.engine.host.engine import HostEngine
 from megatrain.metrics.spans import Span, chrome_trace
+from megatrain.models.shell import Shell
 from megatrain.optim.adamw import AdamW
 from oom import Allocations
 
@@ -23,7 +25,7 @@ QWEN = BY_NAME["qwen3"]
 
 def engine_of(**options: Any) -> HostEngine:
     options = {"compute_dtype": "bf16", "optim": AdamW(learning_rate=1e-3), "compile": "off", "threads": 4, **options}
-    return HostEngine(build(QWEN, seed=0), device="cuda", verify="never", **options)
+    return host_engine(build(QWEN, seed=0), device="cuda", verify="never", **options)
 
 
 def rows_of(seed: int, rows: int = 4, tokens: int = 32) -> dict[str, torch.Tensor]:
@@ -42,7 +44,9 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"resident": ("embedding", "layer.0")}, {"accumulation_steps": 2}, {"offloaded": "all"}], ids=str
+    "options",
+    [{}, {"resident": ("embedding", "layer.0")}, {"accumulation_steps": 2}, {"offload_input": "all"}],
+    ids=str,
 )
 def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -72,7 +76,7 @@ def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(
 def test_a_real_out_of_memory_climbs_until_the_step_fits(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing injected: the process may take little more than one row at a time needs."""
     data = batch(QWEN, seed=0, rows=64, tokens=512, kind="padded")
-    options: dict[str, Any] = {"head_chunk_tokens": 64, "kept": "all", "microbatch_rows": 64}
+    options: dict[str, Any] = {"head_chunk_tokens": 64, "keep": "all", "microbatch_rows": 64}
     with engine_of(head_chunk_tokens=64, microbatch_rows=1) as dense:
         torch.cuda.reset_peak_memory_stats()
         want = dense.train_step(data).loss
@@ -82,10 +86,10 @@ def test_a_real_out_of_memory_climbs_until_the_step_fits(caplog: pytest.LogCaptu
     try:
         with caplog.at_level(logging.WARNING), engine_of(**options, device_gib=(need + (64 << 20)) / 2**30) as engine:
             result = engine.train_step(data)
-            changed = engine._climb.denser
+            followed = engine.plan
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert changed.recompute
+    assert set(dict(followed.activations).values()) == {"recompute"}
     assert result.loss == pytest.approx(want, rel=1e-3)
     assert "out of device memory in the" in caplog.text
     assert "Tried to allocate" in caplog.text
@@ -96,22 +100,22 @@ def test_more_windows_and_fewer_resident_units_on_the_way_down(monkeypatch: pyte
     options = {
         "microbatch_rows": 1,
         "head_chunk_tokens": 64,
-        "offloaded": "all",
+        "offload_input": "all",
         "resident": ("embedding", "layer.0", "layer.1"),
     }
     with engine_of(**{**options, "resident": ()}, accumulation_steps=4) as planned:
         want = trained(planned, 0, 3)
     with engine_of(**options) as engine:
-        real = engine._flows.runner.shell.call_layer
+        real = Shell.call_layer
 
         def call(*args: Any) -> Any:
-            if engine._climb.denser.resident != 0:
+            if engine.plan.resident:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return real(*args)
 
-        monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
+        monkeypatch.setattr(Shell, "call_layer", call)
         found = trained(engine, 0, 3)
-        assert engine._flows.accumulation_steps == 4
+        assert engine.plan.accumulation_steps == 4
         assert engine.memory()["device_resident"] == 0
         assert engine.memory()["host_pinned"] > 0
     assert_same_bits(found, want)
@@ -179,7 +183,7 @@ def test_nothing_is_waited_for_to_measure(monkeypatch: pytest.MonkeyPatch) -> No
         assert syncs(on) == syncs(off) == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"resident": ("layer.0",), "kept": (1,)}, {"accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"resident": ("layer.0",), "keep": (1,)}, {"accumulation_steps": 2}], ids=str)
 def test_a_trace_of_the_gpu_holds_every_visit_inside_its_step(options: dict[str, Any]) -> None:
     with engine_of(**options) as engine:
         for step in range(3):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.device.slabs import Slab
 from megatrain.engine.host.engine import HostEngine
@@ -19,7 +20,7 @@ LLAMA = BY_NAME["llama"]
 
 def engine_of(**options: Any) -> HostEngine:
     options = {"compute_dtype": "fp32", "threads": 2, "verify": "never", **options}
-    return HostEngine(build(LLAMA, seed=0), device="cpu", **options)
+    return host_engine(build(LLAMA, seed=0), device="cpu", **options)
 
 
 def rows_of(seed: int) -> dict[str, torch.Tensor]:
@@ -32,8 +33,8 @@ def rows_of(seed: int) -> dict[str, torch.Tensor]:
         {},
         {"accumulation_steps": 2},
         {"gradient_plane": False},
-        {"offloaded": "all"},
-        {"kept": "all", "weight_slots": 8},
+        {"offload_input": "all"},
+        {"keep": "all", "weight_slots": 8},
     ],
     ids=str,
 )
@@ -132,7 +133,7 @@ def visits(spans: list[Span]) -> list[str]:
     return [span.name for span in sorted(spans, key=lambda one: one.start_s) if span.row == "compute"]
 
 
-@pytest.mark.parametrize("options", [{}, {"kept": "all"}, {"segment": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"segment": 2}], ids=str)
 def test_a_trace_holds_every_visit_inside_its_step(options: dict[str, Any]) -> None:
     with engine_of(**options) as engine:
         engine.train_step(rows_of(0))

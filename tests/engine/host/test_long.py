@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines import host_engine
 from families import BY_NAME, Family, batch, build
 from megatrain.engine import parity_check as gate
 from megatrain.engine.host.engine import HostEngine
@@ -33,7 +34,7 @@ def step_of(family: Family, rows: int = 3, tokens: int = 24, kind: Any = "padded
     """Loss and gradients of one batch; by default its rows are computed in two chunks."""
     data = batch(family, seed=1, rows=rows, tokens=tokens, kind=kind)
     given: dict[str, Any] = {"device": "cpu", "verify": "never", "microbatch_rows": 2, "compile": "off", **options}
-    with HostEngine(build(family, seed=0), **given) as engine:
+    with host_engine(build(family, seed=0), **given) as engine:
         result = engine.backward(data)
         return result.loss, {name: gradient.clone() for name, gradient in engine.named_gradients()}
 
@@ -66,7 +67,7 @@ def test_all_long_context_settings_together_equal_none_of_them() -> None:
         "keep_attention": (1, 3),
         "keep_mlp": (2,),
         "mlp_chunk_tokens": 5,
-        "offloaded": (0, 1),
+        "offload_input": (0, 1),
         "head_chunk_tokens": 16,
         "accumulation_steps": 2,
         "weight_slots": 2,
@@ -82,7 +83,7 @@ def test_an_evaluation_in_chunks_gives_the_same_loss() -> None:
     data = batch(BY_NAME["qwen3_moe"], seed=2, rows=2, tokens=24)
     losses = []
     for chunk in (None, 5):
-        with HostEngine(
+        with host_engine(
             build(BY_NAME["qwen3_moe"], seed=0), device="cpu", verify="never", compile="off", mlp_chunk_tokens=chunk
         ) as engine:  # fmt: skip
             losses.append(engine.eval_step(data).loss_sum)
@@ -139,7 +140,7 @@ class Largest(TorchDispatchMode):
 
 @contextlib.contextmanager
 def watched(**options: Any) -> Iterator[tuple[HostEngine, Largest]]:
-    with HostEngine(
+    with host_engine(
         build(BY_NAME["llama"], seed=0), device="cpu", verify="never", compile="off", **options
     ) as engine, Largest() as largest:  # fmt: skip
         yield engine, largest

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.commands.bench.shapes import QWEN25_7B
 from megatrain.engine.host.engine import HostEngine
@@ -17,7 +18,7 @@ from megatrain.machine.machine import load_machine
 from megatrain.models.build import load_model_config
 from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.model_cost import shape_of
-from megatrain.planner.plan import engine_options, plan_of
+from megatrain.planner.plan import plan_of
 from reference import gradient_error
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +58,7 @@ def test_attention_never_holds_t_x_t(kind: str, tmp_path: Path) -> None:
     data = {"input_ids": ids, "labels": ids.clone()}
     if kind == "packed":
         data["position_ids"] = documents(tokens, (5000, 1200, 9000))
-    with HostEngine(tmp_path, init="random", device="cuda", verify="never", head_chunk_tokens=2048) as engine:
+    with host_engine(tmp_path, init="random", device="cuda", verify="never", head_chunk_tokens=2048) as engine:
         engine.backward(data)  # compiles
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -74,11 +75,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "attention kept": {"keep_attention": "all"},
     "mlp kept": {"keep_mlp": "all"},
     "mlp in chunks": {"mlp_chunk_tokens": 1024},
-    "offloaded": {"offloaded": "all"},
+    "offloaded": {"offload_input": "all"},
     "head in chunks": {"head_chunk_tokens": 512},
     "segment": {"segment": 2},
     "all of them": {
-        "keep_attention": (1, 3), "keep_mlp": (2,), "mlp_chunk_tokens": 1024, "offloaded": (0,), "head_chunk_tokens": 512
+        "keep_attention": (1, 3), "keep_mlp": (2,), "mlp_chunk_tokens": 1024, "offload_input": (0,), "head_chunk_tokens": 512
     },
 }  # fmt: skip
 
@@ -90,7 +91,7 @@ def test_loss_and_gradients_at_8k_with_every_setting_equal_those_without(compile
 
     def step(**options: Any) -> tuple[float | None, dict[str, torch.Tensor]]:
         given = {"device": "cuda", "compute_dtype": "fp32", "verify": "never", "compile": compile, **options}
-        with HostEngine(build(family, seed=0), **given) as engine:
+        with host_engine(build(family, seed=0), **given) as engine:
             result = engine.backward(data)
             return result.loss, {name: gradient.clone() for name, gradient in engine.named_gradients()}
 
@@ -111,9 +112,9 @@ def test_loss_and_gradients_at_8k_with_every_setting_equal_those_without(compile
         ("recompute", 32768, None, 0),
         ("recompute", 65536, 16384, 0),
         ("recompute", 131072, 16384, 2),
-        ("attention", 65536, 16384, 0),
-        ("attention", 131072, 16384, 0),
-        ("attention", 131072, 16384, 2),
+        ("keep_attention", 65536, 16384, 0),
+        ("keep_attention", 131072, 16384, 0),
+        ("keep_attention", 131072, 16384, 2),
         ("selective", 32768, None, 0),
         ("keep", 32768, None, 0),
     ],
@@ -129,7 +130,7 @@ def test_the_peak_is_what_the_formula_says(
     gc.collect()  # what a failed case before this one still holds, and would give back in the middle
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    with HostEngine(tmp_path, init="random", device="cuda", verify="never", **engine_options(made)) as engine:
+    with HostEngine(tmp_path, made.execution, init="random", device="cuda", verify="never") as engine:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             engine.train_step({"input_ids": ids, "labels": ids.clone()})

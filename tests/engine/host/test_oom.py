@@ -1,7 +1,8 @@
-"""Out of device memory is an event: the ladder's rungs, what is said of them, and that they compute the same."""
+"""Recovery from device OOM: the order of the reduced plans, what is logged, and that they compute the same."""
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -11,23 +12,26 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.config.load import load_config
-from megatrain.engine.host import assembly, ladder
+from megatrain.engine import plan as planning
+from megatrain.engine.host import assembly
+from megatrain.engine.host import engine as host_engine_module
 from megatrain.engine.host.engine import HostEngine
-from megatrain.engine.host.ladder import Denser, Situation
-from megatrain.engine.plan import StepShape
+from megatrain.engine.host.oom import OomRecovery, as_yaml, config_changes
+from megatrain.engine.plan import ExecutionPlan, Place, Policy, Shortage
 from megatrain.errors import HostMemoryLow, PlanRefused
+from megatrain.models.shell import Shell
 from megatrain.optim.adamw import AdamW
 from oom import Allocations
 
 LLAMA = BY_NAME["llama"]
-SHAPE = StepShape(accumulation_steps=1, microbatch_rows=4, head_tokens=256, segment=1, kept=frozenset({1}))
 
 
 def engine_of(**options: Any) -> HostEngine:
     options = {"compute_dtype": "fp32", "threads": 2, "verify": "never", "optim": AdamW(learning_rate=1e-3), **options}
-    return HostEngine(build(LLAMA, seed=0), device="cpu", **options)
+    return host_engine(build(LLAMA, seed=0), device="cpu", **options)
 
 
 def rows_of(seed: int) -> dict[str, torch.Tensor]:
@@ -45,27 +49,33 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(weight, other[1][name]), name
 
 
-# ------------------------------------------------------------------ the ladder itself
+# ------------------------------------------------------------------ the order of the plans
 
 
-def rungs(situation: Situation, shape: StepShape = SHAPE) -> list[str]:
-    """What each rung adds, from the first to the last."""
-    denser, found = Denser(), []
-    while True:
-        cut = denser.applied_to(shape)
-        cut = replace(cut, accumulation_steps=max(cut.accumulation_steps, denser.accumulation_steps or 1))
-        resident = situation.resident if denser.resident is None else denser.resident
-        mlp_tokens = denser.mlp_tokens or situation.mlp_tokens
-        following = denser.next(cut, replace(situation, resident=resident, mlp_tokens=mlp_tokens))
-        if following is None:
-            return found
-        found.append(following.step_from(denser))
-        denser = following
+def plan_of_layers(resident: int = 0, **fields: Any) -> ExecutionPlan:
+    """A plan as resolved for a model of four layers, of which one keeps its activations unless `fields` say otherwise."""
+    names = ["embedding", *(f"layer.{layer}" for layer in range(4)), "head"]
+    places: dict[str, Place] = {name: "device" if number < resident else "host" for number, name in enumerate(names)}
+    policies: dict[int, Policy] = {0: "recompute", 1: "keep", 2: "recompute", 3: "recompute"}
+    given = {"activations": policies, "microbatch_rows": 4, "head_chunk_tokens": 256, "offload_input": frozenset()}
+    return ExecutionPlan(placement=places, compute_dtype="fp32", **{**given, **fields})
 
 
-def test_the_rungs_come_in_their_order() -> None:
-    now = Situation(rows=4, tokens=9000, training=True, offload=True, more_windows=True, resident=3, mlps=True)
-    assert rungs(now) == [
+def reductions(plan: ExecutionPlan, rows: int, tokens: int, **situation: bool) -> list[str]:
+    """What each reduction changes, from the first to the last."""
+    known = {"training": True, "inputs_fit_host": True, "sums_fit_host": True, "mlps_in_chunks": True, **situation}
+    found = []
+    while following := plan.reduced(Shortage(plan.step_shape(rows, tokens), rows, tokens, **known)):
+        changes = config_changes(plan, following)
+        found += [f"{section}.{key}: {value}" for section, keys in changes.items() for key, value in keys.items()]
+        if following.resident != plan.resident:
+            found.append(f"{len(following.resident)} resident")
+        plan = following
+    return found
+
+
+def test_the_cheapest_reduction_comes_first() -> None:
+    assert reductions(plan_of_layers(resident=3), rows=4, tokens=9000) == [
         "activations.policy: recompute",
         "batch.microbatch_rows: 2",
         "batch.microbatch_rows: 1",
@@ -76,22 +86,19 @@ def test_the_rungs_come_in_their_order() -> None:
         "activations.offload_input: on",
         "batch.accumulation_steps: 2",
         "batch.accumulation_steps: 4",
-        "1 units on the device (memory.device_fraction: None)",
-        "0 units on the device (memory.device_fraction: None)",
+        "1 resident",
+        "0 resident",
     ]
 
 
-def test_an_evaluation_climbs_only_what_helps_it() -> None:
-    shape = StepShape(accumulation_steps=1, microbatch_rows=2, head_tokens=64, segment=1, kept=frozenset({1}))
-    now = Situation(rows=4, tokens=5000, training=False, offload=False, more_windows=False, resident=1, mlps=True)
-    assert rungs(now, shape) == [
+def test_an_evaluation_reduces_only_what_helps_it() -> None:
+    plan = plan_of_layers(resident=1, microbatch_rows=2, head_chunk_tokens=64)
+    evaluation = {"training": False, "inputs_fit_host": False, "sums_fit_host": False}
+    assert reductions(plan, rows=4, tokens=5000, **evaluation) == [
         "batch.microbatch_rows: 1",
         "activations.mlp_chunk_tokens: 1024",
-        "0 units on the device (memory.device_fraction: None)",
+        "0 resident",
     ]
-
-
-LAST = StepShape(accumulation_steps=1, microbatch_rows=1, head_tokens=64, segment=1)
 
 
 @pytest.mark.parametrize(
@@ -110,30 +117,30 @@ LAST = StepShape(accumulation_steps=1, microbatch_rows=1, head_tokens=64, segmen
 def test_an_mlp_is_cut_to_a_quarter_of_the_row_and_then_in_halves(
     tokens: int, planned: int | None, chunks: list[int]
 ) -> None:
-    now = Situation(1, tokens, True, False, False, 0, mlps=True, mlp_tokens=planned)
-    assert rungs(now, LAST) == [f"activations.mlp_chunk_tokens: {chunk}" for chunk in chunks]
-    assert rungs(replace(now, mlps=False), LAST) == []
+    plan = plan_of_layers(activations={}, microbatch_rows=1, head_chunk_tokens=64, mlp_chunk_tokens=planned)
+    full = {"inputs_fit_host": False, "sums_fit_host": False}
+    assert reductions(plan, 1, tokens, **full) == [f"activations.mlp_chunk_tokens: {chunk}" for chunk in chunks]
+    assert reductions(plan, 1, tokens, **full, mlps_in_chunks=False) == []
 
 
-def test_what_two_ladders_have_chosen_is_as_dense_as_both() -> None:
-    one = Denser(microbatch_rows=2, head_tokens=64, mlp_tokens=2048, accumulation_steps=2, device_fraction=0.7)
-    other = Denser(recompute=True, microbatch_rows=1, head_tokens=128, offload=True, accumulation_steps=4, resident=0)
-    joined = Denser(True, 1, 64, 2048, True, 4, 0, 0.7)
-    assert one.joined(other) == other.joined(one) == joined
-    assert joined.joined(Denser()) == joined
-
-
-def test_what_was_changed_is_yaml_that_the_config_takes(tmp_path: Path) -> None:
-    denser = Denser(True, 2, 128, 2048, True, 4, 3, 0.71)
-    pasted = YAML(typ="safe").load(denser.yaml)
-    assert pasted == denser.settings
+def test_what_was_changed_is_yaml_that_the_config_takes() -> None:
+    planned = plan_of_layers(resident=4)
+    reduced = plan_of_layers(
+        resident=3,
+        activations=dict.fromkeys(range(4), "recompute"),
+        microbatch_rows=2,
+        head_chunk_tokens=128,
+        mlp_chunk_tokens=2048,
+        offload_input=frozenset(range(4)),
+        accumulation_steps=4,
+    )
+    changes = config_changes(planned, reduced, device_fraction=0.71)
+    pasted = YAML(typ="safe").load(as_yaml(changes))
+    assert pasted == changes
     base = {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"dir": "r"}}
     run = load_config({**base, **pasted, "batch": {"tokens_per_step": 8192, **pasted["batch"]}})
     assert (run.batch.accumulation_steps, run.activations.offload_input, run.memory.device_fraction) == (4, "on", 0.71)
-    assert run.activations.mlp_chunk_tokens == 2048
-    assert Denser.from_dict({**denser.as_dict(), "of a newer version": 1}) == denser
-    of_an_older = {name: value for name, value in denser.as_dict().items() if name != "mlp_tokens"}
-    assert Denser.from_dict(of_an_older) == replace(denser, mlp_tokens=None)
+    assert (run.activations.mlp_chunk_tokens, run.activations.policy) == (2048, "recompute")
 
 
 # ------------------------------------------------------------------ in the engine
@@ -164,27 +171,29 @@ def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog
             assert "batch:\n      microbatch_rows: 2" in caplog.text, site
 
 
-def failing_until(engine: HostEngine, monkeypatch: pytest.MonkeyPatch, enough: Any) -> None:
+def failing_until(monkeypatch: pytest.MonkeyPatch, enough: Any) -> None:
     """Every layer runs out of memory until `enough()`."""
-    real = engine._flows.runner.shell.call_layer
+    real = Shell.call_layer
 
     def call(*args: Any) -> Any:
         if not enough():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(*args)
 
-    monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
+    monkeypatch.setattr(Shell, "call_layer", call)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 gradients go into a plane of their own type until there are windows, and into an fp32 plane then."""
-    options = {"compute_dtype": compute, "microbatch_rows": 1, "head_chunk_tokens": 64, "offloaded": "all"}
+    options = {"compute_dtype": compute, "microbatch_rows": 1, "head_chunk_tokens": 64, "offload_input": "all"}
     with engine_of(**options, accumulation_steps=2) as planned, engine_of(**options) as engine:
-        failing_until(engine, monkeypatch, lambda: engine._flows.accumulation_steps == 2)
+        failing_until(monkeypatch, lambda: engine.plan.accumulation_steps == 2)
         assert engine.store.grad_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
         assert_same(trained(engine, 2), trained(planned, 2))
-        assert engine._climb.denser.changes == ("activations.offload_input: on", "batch.accumulation_steps: 2")
+        record = engine.train_step(rows_of(2)).pipeline
+        assert record is not None
+        assert record.ladder == ("batch.accumulation_steps: 2",)
         assert engine.store.grad_dtype == torch.float32
 
 
@@ -195,33 +204,33 @@ LONG: dict[str, Any] = {"microbatch_rows": 1, "head_chunk_tokens": 64}
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 16 tokens are long enough for chunks."""
-    monkeypatch.setattr(ladder, "LEAST_MLP_TOKENS", 2)
+    monkeypatch.setattr(planning, "LEAST_MLP_TOKENS", 2)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
-    ("options", "chunk", "rungs"),
+    ("options", "chunk", "changes"),
     [
         ({}, 4, ("activations.mlp_chunk_tokens: 4",)),
         ({}, 2, ("activations.mlp_chunk_tokens: 2",)),
         ({"mlp_chunk_tokens": 7, "segment": 2}, 3, ("activations.mlp_chunk_tokens: 3",)),
-        ({"kept": "all"}, 4, ("activations.policy: recompute", "activations.mlp_chunk_tokens: 4")),
+        ({"keep": "all"}, 4, ("activations.policy: recompute", "activations.mlp_chunk_tokens: 4")),
     ],
     ids=str,
 )
 def test_a_long_row_goes_on_with_mlps_in_chunks_as_if_planned_so(
-    options: dict[str, Any], chunk: int, rungs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], chunk: int, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From whole MLPs, and from larger chunks; in training and in evaluation."""
-    with engine_of(**LONG, mlp_chunk_tokens=chunk, segment=options.get("segment")) as planned:
+    with engine_of(**LONG, mlp_chunk_tokens=chunk, segment=options.get("segment", 1)) as planned:
         want, evaluated = trained(planned, 2), planned.eval_step(rows_of(9))
     with engine_of(**LONG, **options) as engine:
-        failing_until(engine, monkeypatch, lambda: engine._flows.shell.chunk_tokens == chunk)
+        failing_until(monkeypatch, lambda: engine.plan.mlp_chunk_tokens == chunk)
         assert_same(trained(engine, 2), want)
         assert engine.eval_step(rows_of(9)) == evaluated
-        assert engine._climb.denser.changes == rungs
         record = engine.train_step(rows_of(2)).pipeline
     assert record is not None
+    assert record.ladder == changes
     assert f"mlp_chunk_tokens {chunk}" in record.policy
     with engine_of(**LONG) as whole:
         assert trained(whole, 2)[1].keys() == want[1].keys()
@@ -233,27 +242,27 @@ def test_an_evaluation_of_a_long_row_goes_on_with_mlps_in_chunks(monkeypatch: py
     with engine_of(**LONG, mlp_chunk_tokens=4) as planned:
         evaluated, want = planned.eval_step(rows_of(9)), trained(planned, 1)
     with engine_of(**LONG) as engine:
-        failing_until(engine, monkeypatch, lambda: engine._flows.shell.chunk_tokens == 4)
+        failing_until(monkeypatch, lambda: engine.plan.mlp_chunk_tokens == 4)
         assert engine.eval_step(rows_of(9)) == evaluated
         assert_same(trained(engine, 1), want)
 
 
 @pytest.mark.usefixtures("short")
-def test_a_family_without_an_mlp_of_its_own_has_no_such_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_without_a_token_wise_mlp_computes_none_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "token_wise", lambda *_, **__: {})
     with engine_of(**LONG) as engine:
-        failing_until(engine, monkeypatch, lambda: engine._climb.denser.offload)
+        failing_until(monkeypatch, lambda: engine.plan.offload_input)
         trained(engine, 1)
-        assert engine._climb.denser == Denser(offload=True)
+        assert engine.plan.mlp_chunk_tokens is None
 
 
 def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    options = {"microbatch_rows": 1, "head_chunk_tokens": 64, "offloaded": "all", "accumulation_steps": 4}
+    options = {"microbatch_rows": 1, "head_chunk_tokens": 64, "offload_input": "all", "accumulation_steps": 4}
     with engine_of(**options) as streamed:
         want = trained(streamed, 3)
     with engine_of(**options, resident=("embedding", "layer.0", "layer.1")) as engine:
         first = trained(engine, 1)[0]
-        failing_until(engine, monkeypatch, lambda: engine._climb.denser.resident == 0)
+        failing_until(monkeypatch, lambda: not engine.plan.resident)
         with caplog.at_level(logging.WARNING):
             second, weights = trained(engine, 2, first=1)
         assert not any(planes.resident for planes in engine.store.units.values())
@@ -275,7 +284,7 @@ def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCapt
         "in the backward of layer 0: CUDA out of memory. Tried to allocate 2.00 GiB.",
         "iB  device_slots",
         "nothing was updated",
-        "computed again with batch.microbatch_rows: 1",
+        "retrying with batch.microbatch_rows: 1",
         "put into its config:\n    batch:\n      microbatch_rows: 1",
     ):
         assert words in caplog.text, words
@@ -285,70 +294,107 @@ def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCapt
 
 
 def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"microbatch_rows": 2, "head_chunk_tokens": 64, "offloaded": "all"}
+    options = {"microbatch_rows": 2, "head_chunk_tokens": 64, "offload_input": "all"}
     with engine_of(**options) as engine:
         with monkeypatch.context() as patch:
-            failing_until(engine, patch, lambda: engine._flows.accumulation_steps == 2)
+            failing_until(patch, lambda: engine.plan.accumulation_steps == 2)
             trained(engine, 1)
         engine.save(tmp_path / "one")
         want = trained(engine, 2, first=1)
     with engine_of(**options) as resumed:
         resumed.load(tmp_path / "one")
-        assert resumed._climb.denser == engine._climb.denser
+        assert resumed.plan == engine.plan
         assert_same(trained(resumed, 2, first=1), want)
     # a device with more memory starts afresh
+    monkeypatch.setattr(host_engine_module, "limit_device", lambda *_: 1 << 40)
     with engine_of(**options) as larger:
-        larger._climb.device_bytes = 1 << 40
+        planned = larger.plan
         larger.load(tmp_path / "one")
-        assert larger._climb.denser == Denser()
+        assert larger.plan == planned
 
 
 @pytest.mark.usefixtures("short")
 def test_a_resumed_run_goes_on_with_mlps_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(**LONG) as engine:
         with monkeypatch.context() as patch:
-            failing_until(engine, patch, lambda: engine._flows.shell.chunk_tokens == 4)
+            failing_until(patch, lambda: engine.plan.mlp_chunk_tokens == 4)
             trained(engine, 1)
         engine.save(tmp_path / "one")
         want = trained(engine, 2, first=1)
     with engine_of(**LONG) as resumed:
+        planned = resumed.plan
         resumed.load(tmp_path / "one")
-        assert resumed._climb.denser == Denser(mlp_tokens=4)
+        assert resumed.plan == replace(planned, mlp_chunk_tokens=4)
         assert_same(trained(resumed, 2, first=1), want)
     with engine_of(**LONG, mlp_chunk_tokens=2) as smaller:
         smaller.load(tmp_path / "one")
-        assert smaller._flows.shell.chunk_tokens == 2
+        assert smaller.plan.mlp_chunk_tokens == 2
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_stays_as_dense_as_it_was(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_to_a_checkpoint_keeps_what_it_reduced_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine_of(microbatch_rows=4) as engine:
-        engine._climb._adopt(Denser(microbatch_rows=2))
-        trained(engine, 1)
+        with monkeypatch.context() as patch:
+            failing_until(patch, lambda: engine.plan.microbatch_rows == 2)
+            trained(engine, 1)
         engine.save(tmp_path / "one")
-        engine._climb._adopt(Denser(microbatch_rows=1, offload=True))
+        failing_until(monkeypatch, lambda: engine.plan.offload_input)
+        trained(engine, 1)
+        reduced = engine.plan
         engine.load(tmp_path / "one")
-        assert engine._climb.denser == Denser(microbatch_rows=1, offload=True)
+        assert engine.plan == reduced
 
 
-def test_a_resumed_run_that_keeps_fewer_inputs_offloads_none(tmp_path: Path) -> None:
+def test_a_resumed_run_that_keeps_fewer_inputs_offloads_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"microbatch_rows": 1, "segment": 2}
     with engine_of(microbatch_rows=1) as engine:
-        engine._climb._adopt(Denser(offload=True, head_tokens=64))
-        trained(engine, 1)
+        with monkeypatch.context() as patch:
+            failing_until(patch, lambda: engine.plan.offload_input)
+            trained(engine, 1)
         engine.save(tmp_path / "one")
         want = trained(engine, 2, first=1)
     with engine_of(**options) as resumed:
+        planned = resumed.plan
         resumed.load(tmp_path / "one")
-        assert resumed._climb.denser == Denser(head_tokens=64)
+        assert resumed.plan == replace(planned, head_chunk_tokens=64)
         assert_same(trained(resumed, 2, first=1), want)
 
 
-def test_the_end_of_the_ladder_is_the_ledger() -> None:
-    with engine_of(microbatch_rows=1, head_chunk_tokens=64, offloaded="all", accumulation_steps=4) as engine:
-        engine._climb.denser = Denser(offload=True)
+def test_the_keys_under_ladder_are_part_of_the_checkpoint_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of an earlier version, or of a newer one with more keys, reduces the plan as its own run had."""
+    with engine_of(microbatch_rows=4) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(OomRecovery, "as_dict", lambda _: {**LADDER, "of a newer version": 1})
+            engine.save(tmp_path / "one")
+        planned = engine.plan
+        engine.load(tmp_path / "one")
+        assert engine.plan == replace(
+            planned,
+            microbatch_rows=2,
+            head_chunk_tokens=64,
+            mlp_chunk_tokens=8,
+            offload_input=frozenset(range(4)),
+            accumulation_steps=2,
+        )
+        engine.save(tmp_path / "two")
+        written = json.loads((tmp_path / "two" / "state.json").read_text())["state"]["ladder"]
+        assert written == {**LADDER, "recompute": False, "resident": None}  # nothing was kept, nothing resident
+
+
+LADDER = {
+    "recompute": True, "chunk_rows": 2, "head_tokens": 64, "mlp_tokens": 8, "offload": True, "windows": 2, "resident": 0,
+    "device_fraction": 0.7, "device_bytes": 0,
+}  # fmt: skip
+
+
+def test_where_no_plan_needs_less_the_memory_is_listed() -> None:
+    with engine_of(microbatch_rows=1, head_chunk_tokens=64, offload_input="all", accumulation_steps=4) as engine:
         with (
             Allocations(("engine/host/step.py _head", 1)),
-            pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*iB(.|\n)*densest"),
+            pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*iB(.|\n)*no plan needs less"),
         ):
             engine.train_step(rows_of(0))
         assert engine.train_step(rows_of(0)).skipped is None

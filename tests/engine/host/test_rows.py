@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import masking_utils
 from transformers.integrations import flex_attention as hf_flex
 
+from engines import host_engine
 from families import BY_NAME, Family, batch, build
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.rows import PROBE_ROWS, UNSEEN, RowAxis, RowChunks, chunks_of, cut, row_axis, shapes_of
@@ -113,7 +114,7 @@ TURNS = ("gemma2", "bloom", "qwen3_next")
 
 
 def engine_of(family: Family) -> HostEngine:
-    return HostEngine(
+    return host_engine(
         build(family, seed=0),
         device="cpu",
         compute_dtype="fp32",

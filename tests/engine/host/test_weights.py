@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.device.copier import DirectCopier
 from megatrain.device.ring import Slot, SlotState, WeightRing
@@ -236,7 +237,7 @@ LLAMA = BY_NAME["llama"]
 
 
 def engine_of(**options: Any) -> HostEngine:
-    return HostEngine(build(LLAMA, seed=0), device="cpu", compute_dtype="fp32", threads=1, verify="never", **options)
+    return host_engine(build(LLAMA, seed=0), device="cpu", compute_dtype="fp32", threads=1, verify="never", **options)
 
 
 def hold(engine: HostEngine, unit: str, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:

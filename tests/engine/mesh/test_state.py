@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import families
 import mesh_ranks as ranks
+from engines import host_engine
 from megatrain.checkpoint.files import SafetensorsReader
 from megatrain.checkpoint.format import read_manifest
-from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.errors import UserError
@@ -49,7 +49,7 @@ def train(source, layout, steps, *, load=None, save=None):
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    with HostEngine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+    with host_engine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
         return [engine.train_step(batch).loss for batch in BATCHES]
 
 
@@ -60,7 +60,7 @@ def saved(tmp_path_factory):
     for name, layout in LAYOUTS.items():
         results = ranks.run(4, lambda layout=layout, name=name: train(model(), layout, [0, 1], save=folder / name))
         torch.save(results[0][1], folder / f"{name}.weights")
-    with HostEngine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+    with host_engine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
         for batch in BATCHES[:2]:
             engine.train_step(batch)
         engine.save(folder / "host", extra={"note": "here"})
@@ -85,7 +85,7 @@ def test_any_layout_goes_on_from_any_other(source, target, saved, uninterrupted)
 
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_the_host_engine_goes_on_from_a_mesh_checkpoint(source, saved, uninterrupted):
-    with HostEngine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+    with host_engine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
         assert engine.load(saved / source) == {"note": "here"}
         losses = [engine.train_step(batch).loss for batch in BATCHES[2:]]
     assert losses == pytest.approx(uninterrupted[2:], rel=1e-5)
@@ -129,7 +129,7 @@ def test_random_initialisation_is_the_same_in_every_layout(tmp_path):
 
     one = ranks.run(1, work, Layout())[0]
     four = ranks.run(4, work, Layout(tensor=2, pipeline=2))[0]
-    with HostEngine(tmp_path, device="cpu", compute_dtype="fp32", init="random", seed=3, threads=1) as engine:
+    with host_engine(tmp_path, device="cpu", compute_dtype="fp32", init="random", seed=3, threads=1) as engine:
         host = dict(engine.named_parameters())
     for name, weight in host.items():
         assert torch.equal(one[name], weight) and torch.equal(four[name], weight), name
@@ -192,7 +192,7 @@ def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
             return losses
 
     losses = ranks.run(4, first_steps)[0]
-    with HostEngine(
+    with host_engine(
         families.build(family, seed=1), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1
     ) as engine:
         straight = [engine.train_step(batch).loss for batch in batches]
@@ -204,7 +204,7 @@ def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
 
 def test_a_checkpoint_of_a_model_that_computes_something_else_is_refused(tmp_path):
     other = families.build(replace(FAMILY, overrides={**FAMILY.overrides, "hidden_act": "gelu"}), seed=1)
-    with HostEngine(other, device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
+    with host_engine(other, device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
         engine.save(tmp_path / "saved")
 
     def work():

@@ -65,7 +65,8 @@ def measure_bounds(report: Report, structure: Structure, model: ModelShape, made
 
 
 def _default_recompute(report: Report) -> bool:
-    return not report.options.get("kept") and not report.options.get("selective")
+    given = report.options.get("activations", "recompute")
+    return {"keep", "selective"}.isdisjoint(given.values() if isinstance(given, dict) else [given])
 
 
 def release() -> None:

@@ -32,7 +32,7 @@ class Report:
 
     Attributes:
         model, rows, tokens, parameters, device: What was run.
-        options: The engine's keyword arguments.
+        options: The plan that was followed.
         seconds: Median seconds of a step by part: `step`, `data` beside it, and in it `forward`, `head`, `backward` (device
             time, stalls included), `update_wait`, `slab_wait`, `other_stall`.
         tokens_per_second: Tokens of the rows, all of them targets but one a row.

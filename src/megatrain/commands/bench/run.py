@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import logging
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -23,13 +22,14 @@ from megatrain.commands.bench.report import Report, Say, conclude, report_text
 from megatrain.commands.bench.shapes import folder_of, structure_of
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.parity_check import token_wise
+from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import probe
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.choice import Caps, Options, StepSize
 from megatrain.planner.model_cost import ModelShape, shape_of_structure
-from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, engine_options, plan
+from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for, plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps
 from megatrain.units import abbreviated, gib
@@ -54,7 +54,7 @@ def bench(
     device_fraction: float | None = None,
     machine_file: str | Path | None = None,
     bounds: bool = True,
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     say: Say = logger.info,
 ) -> Report:
     """Run steps and measure them. Says what it finds as it goes.
@@ -68,7 +68,7 @@ def bench(
         device_fraction: Share of the device's memory that the plan may fill; None for the usual one.
         machine_file: Figures of the machine instead of a probe.
         bounds: Whether the bounds are measured too.
-        overrides: Keyword arguments of `HostEngine` that replace the plan's.
+        overrides: Fields of `ExecutionPlan` that replace the plan's.
         say: Where text for people goes.
 
     Raises:
@@ -84,10 +84,9 @@ def bench(
         made = _planned(model, machine, StepSize(rows, tokens), limits, here=machine_file is None)
         if made is not None:
             say(plan_text(made))
-        arguments = (engine_options(made) if made else {}) | (overrides or {})
-        report = Report(shape, rows, tokens, structure.param_count, device, _plain(arguments))
-        arguments |= limits.as_arguments(on_gpu)
-        _measure_steps(report, folder, arguments, device, steps, warmup, say)
+        followed = limits.applied_to(_followed(made, overrides), on_gpu)
+        report = Report(shape, rows, tokens, structure.param_count, device, followed.as_dict())
+        _measure_steps(report, folder, followed, device, steps, warmup, say)
         if bounds:
             measure_bounds(report, structure, model, made, say)
         conclude(report, model, made, machine, on_gpu)
@@ -106,7 +105,8 @@ def engine_for(
     host_gib: float | None = None,
     device_fraction: float | None = None,
     machine_file: str | Path | None = None,
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    init: Literal["random", "empty"] = "random",
     say: Say = logger.info,
 ) -> Iterator[HostEngine]:
     """The engine that `bench` measures, with the same arguments."""
@@ -119,9 +119,7 @@ def engine_for(
             made = _planned(model, machine, StepSize(rows, tokens), limits, here=machine_file is None)
         if made is not None:
             say(plan_text(made))
-        arguments = (engine_options(made) if made else {}) | (overrides or {})
-        arguments |= limits.as_arguments(_on_gpu(device))
-        with _engine(folder, device, arguments) as engine:
+        with _engine(folder, device, limits.applied_to(_followed(made, overrides), _on_gpu(device)), init) as engine:
             yield engine
 
 
@@ -149,10 +147,13 @@ class _Limits:
         free = available_caps(machine, self.device_fraction) if here else given
         return Caps(min(given.host_bytes, free.host_bytes), min(given.device_bytes, free.device_bytes))
 
-    def as_arguments(self, on_gpu: bool) -> dict[str, Any]:
-        """For the engine."""
-        caps = {"device_gib": self.device_gib if on_gpu else None, "host_gib": self.host_gib}
-        return {name: cap for name, cap in caps.items() if cap}
+    def applied_to(self, plan: ExecutionPlan, on_gpu: bool) -> ExecutionPlan:
+        """The plan with these caps, where it has none."""
+        return replace(
+            plan,
+            device_gib=plan.device_gib or (self.device_gib if on_gpu else None),
+            host_gib=plan.host_gib or self.host_gib,
+        )
 
 
 def _planned(model: ModelShape, machine: Machine, step: StepSize, limits: _Limits, here: bool) -> Plan | None:
@@ -162,20 +163,20 @@ def _planned(model: ModelShape, machine: Machine, step: StepSize, limits: _Limit
     return plan(model, machine, step, limits.caps(machine, here), Options(), steps=None)
 
 
-def _engine(folder: Path, device: str, arguments: dict[str, Any]) -> HostEngine:
-    optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if arguments.get("gradient_plane", True) else None)
-    return HostEngine(folder, device=device, optim=optim, verify="never", **{"init": "random", **arguments})
+def _followed(made: Plan | None, overrides: Mapping[str, Any] | None) -> ExecutionPlan:
+    """What the engine follows: the plan if there is one, with some fields replaced."""
+    return replace(made.execution if made else ExecutionPlan(), **(overrides or {}))
 
 
-def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
-    """For JSON: tuples of layer numbers as their count is not enough to run it again, so they stay lists."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+def _engine(folder: Path, device: str, plan: ExecutionPlan, init: Literal["random", "empty"] = "random") -> HostEngine:
+    optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if plan.gradient_plane else None)
+    return HostEngine(folder, plan, device=device, optim=optim, verify="never", init=init)
 
 
 def _measure_steps(
     report: Report,
     folder: Path,
-    arguments: dict[str, Any],
+    plan: ExecutionPlan,
     device: str,
     steps: int,
     warmup: int,
@@ -188,7 +189,7 @@ def _measure_steps(
         warmup = LEAST_WARMUP
     process = psutil.Process(os.getpid())
     started = time.perf_counter()
-    engine = _engine(folder, device, arguments)
+    engine = _engine(folder, device, plan)
     try:
         report.device = str(engine.device)
         say(f"engine made in {time.perf_counter() - started:.1f} s, {abbreviated(report.parameters)} parameters")
@@ -202,10 +203,9 @@ def _measure_steps(
             data = time.perf_counter() - began
             result = engine.train_step(batch)
             seconds = {**result.seconds, "data": data}
-            seconds["loaded_bytes"], seconds["sent_bytes"] = (
-                engine._flows.weights.loaded_bytes,
-                engine._flows.gradients.sent_bytes,
-            )
+            counters = engine.counters()
+            seconds["loaded_bytes"] = float(counters["weight_bytes"])
+            seconds["sent_bytes"] = float(counters["gradient_bytes"])
             report.host_peak = max(report.host_peak, process.memory_info().rss)
             split = ", ".join(f"{name} {value:.3f}" for name, value in result.seconds.items())
             note = " (warm-up)" if step < warmup else ""
@@ -230,27 +230,39 @@ def _measure_steps(
     )
 
 
-GIVEN_OTHERWISE = ("self", "model", "device", "optim", "verify", "disturb")
+def plan_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` words as fields of `ExecutionPlan`; a value is JSON, or a plain word.
 
-
-def engine_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` words as keyword arguments of `HostEngine`; a value is JSON, or a plain word.
+    `activations={"0": "keep"}` names layers, `placement={"head": "device"}` units, `offload_input=[0, 1]` layers.
 
     Raises:
-        UserError: The engine has no such argument, it is given otherwise, or the value is of another kind.
+        UserError: A plan has no such field, or the value is of another kind.
     """
-    parameters = inspect.signature(HostEngine.__init__).parameters
-    known = {name: str(given.annotation) for name, given in parameters.items() if name not in GIVEN_OTHERWISE}
+    known = {field.name: str(field.type) for field in fields(ExecutionPlan)}
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if name not in known or not equals:
-            raise UserError(f"{word!r} is no NAME=VALUE of HostEngine", "--option", f"names are {', '.join(known)}")
+            raise UserError(f"{word!r} is no NAME=VALUE of ExecutionPlan", "--option", f"names are {', '.join(known)}")
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        if known[name].startswith(("int", "float", "bool")) and isinstance(value, str | list | dict):
+        if not _is_kind(value, known[name]):
             raise UserError(f"{name} should be {known[name].replace('None', 'null')}, found {text!r}", "--option")
-        found[name] = [value] if known[name].startswith("Collection") and isinstance(value, int) else value
+        if name == "activations" and isinstance(value, dict):
+            value = {int(layer): policy for layer, policy in value.items()}
+        found[name] = frozenset(value) if isinstance(value, list) else value
     return found
+
+
+def _is_kind(value: object, kind: str) -> bool:
+    """Whether a JSON value is one of a field whose annotation is `kind`; a plan checks words itself."""
+    if value is None:
+        return "None" in kind
+    if isinstance(value, bool):
+        return "bool" in kind
+    if isinstance(value, int | float):
+        return "float" in kind or ("int" in kind.split(" | ") and isinstance(value, int))
+    names = {str: ("Literal", "Place", "Policy"), dict: ("Mapping",), list: ("frozenset",)}
+    return any(name in kind for name in names[type(value)])

@@ -11,29 +11,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megatrain.device.copier import Copier, DirectCopier, StagedCopier
-from megatrain.device.ring import Slot, WeightRing
-from megatrain.device.slabs import Slab, SlabPool
-from megatrain.device.streams import Streams
-from megatrain.engine.host.settings import refuse_if_too_large
-from megatrain.engine.host.weights import UpdateGate, WeightStream
-from megatrain.engine.parity_check import token_wise, verify_family
-from megatrain.errors import UserError
-from megatrain.host_memory.arena import PinRefused
+from megatrain.engine.base import build_model, config_of
+from megatrain.engine.parity_check import token_wise
+from megatrain.engine.plan import ExecutionPlan
+from megatrain.errors import PlanRefused
+from megatrain.host_memory.available import available_host_bytes
 from megatrain.host_memory.store import HostStore
 from megatrain.models.build import (
-    build_from_memory,
-    build_meta_model,
     find_model_folder,
     fp32_parameter_names,
-    load_model_config,
-    refuse_no_causal_lm,
-    refuse_router_loss,
 )
 from megatrain.models.shell import RunLayer, Shell
-from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
+from megatrain.models.structure import Structure, dissect, persistent_buffers
 from megatrain.models.weights import copy_from_memory, initialize, load_weights
-from megatrain.optim.spec import OptimizerSpec, unmatched_groups
+from megatrain.optim.spec import MASTER_BYTES, OptimizerSpec
+from megatrain.units import GIB, abbreviated, gib, size_lines
 
 logger = logging.getLogger(__name__)
 
@@ -64,24 +56,19 @@ class Parts:
 def dissect_source(
     model: str | Path | nn.Module,
     compute: torch.dtype,
-    optim: OptimizerSpec,
-    verify: Literal["auto", "always", "never"],
     trust_remote_code: bool,
     attention: str | None,
 ) -> Parts:
-    """Build a model on meta, take it apart, and verify its family. See `HostEngine`.
+    """Build a model on meta and take it apart. See `HostEngine`.
 
     Raises:
-        UserError: The model is not usable, or its family is not computed exactly, or a group of `optim` has no parameter.
+        UserError: The model is not usable.
     """
     in_memory = isinstance(model, nn.Module)
     config = config_of(model, trust_remote_code)
     source_folder = None if in_memory else find_model_folder(model)
     meta = build_model(model, config, compute, trust_remote_code, attention)
     structure = dissect(meta)
-    if verify == "always" or (verify == "auto" and not in_memory):
-        verify_family(meta.config, always=verify == "always", trust_remote_code=trust_remote_code)
-    refuse_unmatched_groups(structure, optim)
     return Parts(
         model,
         source_folder,
@@ -93,57 +80,44 @@ def dissect_source(
     )
 
 
-def refuse_unmatched_groups(structure: Structure, optim: OptimizerSpec) -> None:
-    """Raise a UserError for a parameter group whose pattern matches nothing."""
-    for group in unmatched_groups((n for u in structure.units for _, n in u.full_names()), optim):
-        raise UserError(f"no parameter matches the pattern {group.pattern!r}", "optim.groups")
-
-
-def config_of(model: str | Path | nn.Module, trust_remote_code: bool) -> Any:
-    """The config of a model in memory, or of a folder. Errors: see `refuse_no_causal_lm` and `load_model_config`."""
-    if isinstance(model, str | Path):
-        return load_model_config(model, trust_remote_code)
-    refuse_no_causal_lm(model)
-    return model.config
-
-
-def build_model(
-    model: str | Path | nn.Module, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None
-) -> Any:
-    """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or what a folder's config describes.
+def make_store(structure: Structure, optim: OptimizerSpec, plan: ExecutionPlan, device: torch.device) -> HostStore:
+    """The planes, in host memory and on the device.
 
     Raises:
-        UserError: The config asks for something that no engine gives, or transformers cannot build it.
+        PlanRefused: The host has no room for its planes. The message lists them.
     """
-    in_memory = isinstance(model, nn.Module)
-    refuse_router_loss(config, f"a {config.model_type} model in memory" if in_memory else str(model))
-    if in_memory:
-        return build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
-    return build_meta_model(
-        config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-    )
-
-
-def make_store(
-    structure: Structure,
-    optim: OptimizerSpec,
-    resident: frozenset[str],
-    compute: torch.dtype,
-    grad_dtype: torch.dtype | None,
-    device: torch.device,
-    host_gib: float | None,
-) -> HostStore:
-    """The planes, where the host has room for them.
-
-    Raises:
-        PlanRefused: It has not.
-    """
-    is_split = compute == torch.bfloat16
-    refuse_if_too_large(structure, optim, resident, is_split, grad_dtype, host_gib)
+    is_split, grad_dtype, resident = plan.compute == torch.bfloat16, plan.gradient_dtype, frozenset(plan.resident)
+    parameters = sum(unit.layout.numel for unit in structure.units if unit.name not in resident)
+    states = f"{optim.name} states ({' + '.join(optim.state_dtypes)})"
+    planes = {
+        "master (hi + lo)" if is_split else "master": MASTER_BYTES * parameters,
+        states: (optim.bytes_per_parameter - MASTER_BYTES) * parameters,
+        "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
+    }
+    needed = sum(planes.values())
+    available = available_host_bytes() if plan.host_gib is None else int(plan.host_gib * GIB)
+    if needed > available:
+        lines = "\n".join(size_lines(planes, smallest_bytes=0))
+        raise PlanRefused(
+            f"{abbreviated(structure.param_count)} parameters need {gib(needed)} of host memory, "
+            f"{gib(available)} are available:\n{lines}\n"
+            "  -> use a machine with more memory or a smaller model"
+        )
     units = [(unit.name, unit.layout) for unit in structure.units]
     return HostStore(
         units, split=is_split, states=optim.state_dtypes, grad_dtype=grad_dtype, resident=resident, device=device
     )
+
+
+def limit_device(device: torch.device, device_gib: float | None) -> int:
+    """Limit this process to `device_gib` of the device's memory. Returns the bytes it may use, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    if device_gib is None:
+        return total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * GIB / total), device)
+    return min(total, int(device_gib * GIB))
 
 
 def fill(
@@ -165,16 +139,14 @@ def make_shell(
     parts: Parts,
     device_buffers: Mapping[str, torch.Tensor],
     run_layer: RunLayer,
+    plan: ExecutionPlan,
     *,
     flex: bool,
-    compiled: bool,
-    budget: float,
-    mlp_chunk_tokens: int | None,
-    keeps_mlps: bool,
     trust_remote_code: bool,
     attention: str | None,
 ) -> Shell:
     """HF's code around the layers. See `HostEngine` and `Shell`."""
+    assert isinstance(plan.activations, Mapping), "not resolved for a model"
     # As it is now: the shell changes the config's implementation for packed rows, and may ask in the middle of a run.
     attention = attention or parts.config._attn_implementation
     shell = Shell(
@@ -182,75 +154,12 @@ def make_shell(
         device_buffers,
         run_layer,
         parts.fp32_names,
-        compiled,
-        budget,
+        plan.compiled,
+        plan.selective_budget,
         flex=flex,
-        keeps_mlps=keeps_mlps,
+        keeps_mlps="keep_mlp" in plan.activations.values(),
         token_wise=lambda: token_wise(parts.config, attn_implementation=attention, trust_remote_code=trust_remote_code),
     )
-    if mlp_chunk_tokens is not None:
-        shell.compute_in_chunks(mlp_chunk_tokens)
+    if plan.mlp_chunk_tokens is not None:
+        shell.compute_in_chunks(plan.mlp_chunk_tokens)
     return shell
-
-
-def pin_planes(store: HostStore, streams: Streams, pin: Literal["auto", "all", "staged"]) -> bool:
-    """Pin the planes that copies touch. Returns whether they are (on a CPU nothing needs to be)."""
-    if not streams.cuda:
-        return True
-    if pin == "staged":
-        return False
-    try:
-        store.pin()
-    except PinRefused as refusal:
-        if pin == "all":
-            raise UserError(str(refusal), "memory.pin: all", "use memory.pin: staged, or raise the limit") from refusal
-        logger.warning("%s; asked for memory.pin: auto, going on with memory.pin: staged (slower copies)", refusal)
-        return False
-    return True
-
-
-def make_copier(store: HostStore, streams: Streams, pinned: bool) -> Copier:
-    """Copies straight from pinned planes, or through staging buffers of the largest streamed unit's size."""
-    if pinned:
-        return DirectCopier(streams)
-    streamed = [planes.hi.nbytes for planes in store.units.values() if not planes.resident]
-    return StagedCopier(streams, max(streamed, default=0))
-
-
-def make_weight_stream(
-    structure: Structure,
-    store: HostStore,
-    streams: Streams,
-    copier: Copier,
-    compute: torch.dtype,
-    count: int,
-    gate: UpdateGate,
-) -> WeightStream:
-    """The ring for the streamed layers and a slot for each streamed edge."""
-
-    def slot(numel: int) -> Slot:
-        return Slot(streams, copier, numel, store.dtypes["hi"], compute)
-
-    layers = _streamed(store, structure.layers)
-    widest = max((unit.layout.numel for unit in layers), default=0)
-    ring = WeightRing([slot(widest) for _ in range(min(count, max(2, len(layers))))])
-    edges = [
-        (unit, None if store.units[unit.name].resident else slot(unit.layout.numel))
-        for unit in (structure.embedding, structure.head)
-    ]
-    return WeightStream(store, structure.layers, ring, edges, gate)
-
-
-def make_slabs(
-    structure: Structure, store: HostStore, streams: Streams, count: int, transport: torch.dtype
-) -> tuple[SlabPool, dict[str, Slab]]:
-    """The pool for the streamed layers' gradients, and one slab for each streamed edge by unit name."""
-    layers = _streamed(store, structure.layers)
-    widest = max((unit.layout.numel for unit in layers), default=0)
-    pool = SlabPool(streams, max(1, min(count, len(layers))), widest, transport)
-    edges = _streamed(store, (structure.embedding, structure.head))
-    return pool, {unit.name: Slab(streams, unit.layout.numel, transport) for unit in edges}
-
-
-def _streamed(store: HostStore, units: tuple[Unit, ...]) -> list[Unit]:
-    return [unit for unit in units if not store.units[unit.name].resident]

@@ -1,41 +1,31 @@
-"""What moves while a step computes: weights in, gradients out, inputs there and back, and the runner in the middle.
+"""`DeviceBuffers`: what streams weights in, gradients out and layer inputs both ways, and the step runner between them.
 
-All of it can be closed and made again around the same planes. That is how the ladder (climb.py) changes what lives where.
+All of it can be closed and remade around the same planes, which is how OOM recovery (oom.py) changes what lives where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import logging
 
 import torch
 
-from megatrain.device.copier import StagedCopier
+from megatrain.device.copier import Copier, DirectCopier, StagedCopier
 from megatrain.device.offload import InputStore
+from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
-from megatrain.engine.host.assembly import make_copier, make_slabs, make_weight_stream, pin_planes
 from megatrain.engine.host.gradients import GradientFlow, Route
 from megatrain.engine.host.optimizer import HostOptimizer
 from megatrain.engine.host.step import StepAborter, StepRunner
-from megatrain.engine.host.weights import UpdateGate
+from megatrain.engine.host.weights import UpdateGate, WeightStream
+from megatrain.engine.plan import ExecutionPlan
+from megatrain.errors import UserError
+from megatrain.host_memory.arena import PinRefused
 from megatrain.host_memory.store import HostStore
 from megatrain.models.shell import Shell
+from megatrain.models.structure import Unit
 
-
-@dataclass(frozen=True)
-class BufferSettings:
-    """What the flows are made from, again when the ladder changes what lives where. See `HostEngine`."""
-
-    compute: torch.dtype
-    compiled: bool
-    pin: Literal["auto", "all", "staged"]
-    weight_slots: int
-    gradient_plane: bool
-    gradient_slabs: int
-    transport: torch.dtype
-    poison: bool
+logger = logging.getLogger(__name__)
 
 
 class DeviceBuffers:
@@ -44,16 +34,15 @@ class DeviceBuffers:
     Args:
         store: The planes.
         streams: The device's streams.
-        optimizer: Updates the planes behind the flows; it stays when they are made again.
-        shell: HF's code around the layers, whose layers call `runner`; it stays, too.
-        interrupt: Looked at before each visit of a layer.
-        settings: What the flows are made from.
-        windows: Accumulation windows of a step.
-        offloaded: Layers whose input waits in host memory.
+        optimizer: Updates the planes behind the buffers; it stays when they are remade.
+        shell: Hugging Face's code around the layers, whose layers call `runner`; it stays, too.
+        aborter: Checked before each visit of a layer.
+        plan: Resolved for the model.
+        poison: Fill buffers with NaN after their use (tests).
 
     Attributes:
-        route: The way of the gradients of units that are not resident.
-        weights, gradients, inputs, runner: See their classes; others after `rearrange`.
+        route: How gradients of streamed units reach AdamW.
+        weights, gradients, inputs, runner: See their classes; replaced by `rearrange`.
     """
 
     def __init__(
@@ -62,69 +51,61 @@ class DeviceBuffers:
         streams: Streams,
         optimizer: HostOptimizer,
         shell: Shell,
-        interrupt: StepAborter,
-        settings: BufferSettings,
-        accumulation_steps: int,
-        offloaded: Collection[int],
+        aborter: StepAborter,
+        plan: ExecutionPlan,
+        poison: bool,
     ):
-        self.structure, self.store, self.streams, self.settings = shell.structure, store, streams, settings
-        self.shell = shell
-        self._optimizer, self._interrupt = optimizer, interrupt
-        self.accumulation_steps = accumulation_steps
-        self._make(offloaded)
+        self.structure, self.store, self.streams, self.shell = shell.structure, store, streams, shell
+        self._optimizer, self._aborter, self._poison = optimizer, aborter, poison
+        self._make(plan)
 
-    def _make(self, offloaded: Collection[int]) -> None:
-        chosen = self.settings
-        pinned = pin_planes(self.store, self.streams, chosen.pin)
-        self._copier = make_copier(self.store, self.streams, pinned)
-        gate = UpdateGate(self._optimizer.finished, self._wait_for_update)
-        self.weights = make_weight_stream(
-            self.structure, self.store, self.streams, self._copier, chosen.compute, chosen.weight_slots, gate
-        )
-        direct = pinned and self.accumulation_steps == 1
-        self.route = Route.FUSED_UPDATE if not chosen.gradient_plane else Route.COPY if direct else Route.ACCUMULATE
+    def _make(self, plan: ExecutionPlan) -> None:
+        pinned = self._pin_planes(plan.pin)
+        self._copier = self._make_copier(pinned)
+        self.weights = self._make_weight_stream(plan)
+        direct = pinned and plan.accumulation_steps == 1
+        self.route = Route.FUSED_UPDATE if not plan.gradient_plane else Route.COPY if direct else Route.ACCUMULATE
         self.slabs: SlabPool | None = None
         self._edge_slabs: dict[str, Slab] = {}
         if self.route is not Route.COPY:
-            self.slabs, self._edge_slabs = make_slabs(
-                self.structure, self.store, self.streams, chosen.gradient_slabs, chosen.transport
-            )
+            self._make_slabs(plan)
         self.gradients = GradientFlow(
             self.streams,
             self.store,
             self.structure.units,
             self.route,
-            chosen.transport,
+            plan.transport,
             self.slabs,
             self._edge_slabs,
             self._optimizer,
-            chosen.poison,
+            self._poison,
         )
-        self.inputs = InputStore(self.streams, offloaded)
+        self.inputs = InputStore(self.streams, frozenset())
+        self.follow(plan)
         flows = (self.streams, self.weights, self.gradients, self.inputs)
-        self.runner = StepRunner(self.shell, *flows, chosen.compiled, self._interrupt)
+        self.runner = StepRunner(self.shell, *flows, plan.compiled, self._aborter)
 
-    def offload_all(self) -> None:
-        """From the next step on the inputs of all layers wait in host memory."""
-        self.inputs.layers = frozenset(range(len(self.structure.layers)))
+    def follow(self, plan: ExecutionPlan) -> None:
+        """Use a plan that needs no other buffers from the next step on."""
+        assert isinstance(plan.offload_input, frozenset)
+        self.inputs.layers = plan.offload_input
 
-    def rearrange(self, accumulation_steps: int, leaving: Sequence[str]) -> None:
-        """Other buffers around the same state: more windows, units that leave the device. The planes must be at rest.
+    def rearrange(self, plan: ExecutionPlan) -> None:
+        """Remake the buffers for a plan with more accumulation steps or fewer resident units. The planes must be at rest.
 
         After an error nothing here can be used any more.
         """
         self.close()
-        offloaded = self.inputs.layers
         # What holds device memory goes before its successor comes.
         del self.runner, self.weights, self.gradients, self.inputs
-        self.accumulation_steps = accumulation_steps
-        for name in leaving:
-            self.store.move_to_host(name)
-        if accumulation_steps > 1:
+        for name, planes in self.store.units.items():
+            if planes.resident and name not in plan.resident:
+                self.store.move_to_host(name)
+        if plan.accumulation_steps > 1:
             self.store.widen_gradients()
         if self.streams.cuda:
             torch.cuda.empty_cache()
-        self._make(offloaded)
+        self._make(plan)
 
     def close(self) -> None:
         """Give all buffers back; nothing runs any more."""
@@ -133,6 +114,58 @@ class DeviceBuffers:
         self.runner.close()
         for slab in self._all_slabs():
             slab.close()
+
+    # ---------------------------------------------------------------- construction
+
+    def _pin_planes(self, pin: str) -> bool:
+        """Pin the planes that copies touch. Returns whether they are pinned (on a CPU nothing needs to be)."""
+        if not self.streams.cuda:
+            return True
+        if pin == "staged":
+            return False
+        try:
+            self.store.pin()
+        except PinRefused as refusal:
+            if pin == "all":
+                remedy = "use memory.pin: staged, or raise the limit"
+                raise UserError(str(refusal), "memory.pin: all", remedy) from refusal
+            logger.warning("%s; memory.pin: auto falls back to memory.pin: staged (slower copies)", refusal)
+            return False
+        return True
+
+    def _make_copier(self, pinned: bool) -> Copier:
+        """Copies straight from pinned planes, or through staging buffers of the largest streamed unit's size."""
+        if pinned:
+            return DirectCopier(self.streams)
+        streamed = [planes.hi.nbytes for planes in self.store.units.values() if not planes.resident]
+        return StagedCopier(self.streams, max(streamed, default=0))
+
+    def _make_weight_stream(self, plan: ExecutionPlan) -> WeightStream:
+        """The ring of the streamed layers, and a slot for each streamed edge."""
+
+        def slot(numel: int) -> Slot:
+            return Slot(self.streams, self._copier, numel, self.store.dtypes["hi"], plan.compute)
+
+        layers = self._streamed(self.structure.layers)
+        widest = max((unit.layout.numel for unit in layers), default=0)
+        ring = WeightRing([slot(widest) for _ in range(min(plan.weight_slots, max(2, len(layers))))])
+        edges = [
+            (unit, None if self.store.units[unit.name].resident else slot(unit.layout.numel))
+            for unit in (self.structure.embedding, self.structure.head)
+        ]
+        gate = UpdateGate(self._optimizer.finished, self._wait_for_update)
+        return WeightStream(self.store, self.structure.layers, ring, edges, gate)
+
+    def _make_slabs(self, plan: ExecutionPlan) -> None:
+        """The pool for the streamed layers' gradients, and one slab for each streamed edge."""
+        layers = self._streamed(self.structure.layers)
+        widest = max((unit.layout.numel for unit in layers), default=0)
+        self.slabs = SlabPool(self.streams, max(1, min(plan.gradient_slabs, len(layers))), widest, plan.transport)
+        edges = self._streamed((self.structure.embedding, self.structure.head))
+        self._edge_slabs = {unit.name: Slab(self.streams, unit.layout.numel, plan.transport) for unit in edges}
+
+    def _streamed(self, units: tuple[Unit, ...]) -> list[Unit]:
+        return [unit for unit in units if not self.store.units[unit.name].resident]
 
     # ---------------------------------------------------------------- figures
 
@@ -149,6 +182,22 @@ class DeviceBuffers:
         return {
             "h2d": self.weights.loaded_bytes + self.inputs.back_bytes,
             "d2h": self.gradients.sent_bytes + self.inputs.out_bytes,
+        }
+
+    def counters(self) -> dict[str, int | float | str]:
+        """See `HostEngine.counters`."""
+        moved, slabs = self.moved_bytes(), self.slabs
+        return {
+            "h2d_bytes": moved["h2d"],
+            "d2h_bytes": moved["d2h"],
+            "weight_bytes": self.weights.loaded_bytes,
+            "gradient_bytes": self.gradients.sent_bytes,
+            "update_wait_s": self.weights.update_wait_s,
+            "slab_wait_s": slabs.wait_s if slabs else 0.0,
+            "slab_waits": slabs.waits if slabs else 0,
+            "slabs": len(slabs.slabs) if slabs else 0,
+            "weight_slots": self.weights.slots,
+            "route": self.route.name,
         }
 
     def seconds(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,31 +27,23 @@ from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.device.streams import Streams
 from megatrain.engine import batches
-from megatrain.engine.base import Engine, check_learning_rate, skip_reason
+from megatrain.engine.base import Batch, Engine, check_learning_rate, refuse_unmatched_groups, skip_reason
 from megatrain.engine.host import rng as randomness
-from megatrain.engine.host.assembly import dissect_source, fill, make_shell, make_store
-from megatrain.engine.host.buffers import BufferSettings, DeviceBuffers
+from megatrain.engine.host.assembly import (
+    dissect_source,
+    fill,
+    limit_device,
+    make_shell,
+    make_store,
+)
+from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.host.gradients import Route
-from megatrain.engine.host.instruments import Instruments
-from megatrain.engine.host.ladder import Cut
+from megatrain.engine.host.instruments import Debug, Instruments
 from megatrain.engine.host.oom import OomRecovery
 from megatrain.engine.host.optimizer import HostOptimizer
-from megatrain.engine.host.settings import (
-    ComputeDtype,
-    Placement,
-    check_placement,
-    check_settings,
-    check_words,
-    compute_dtype_of,
-    default_threads,
-    device_of,
-    head_chunk_tokens_of,
-    limit_device,
-    transport_dtype_of,
-)
-from megatrain.engine.host.step import Batch, StepAborter
-from megatrain.engine.parity_check import verify_packing
-from megatrain.engine.plan import StepShape
+from megatrain.engine.host.step import StepAborter
+from megatrain.engine.parity_check import verify_family, verify_packing
+from megatrain.engine.plan import ExecutionPlan, StepShape, device_of
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.spans import Span
@@ -62,6 +54,7 @@ from megatrain.optim.spec import OptimizerSpec
 from megatrain.optim.updater import CpuUpdater
 
 T = TypeVar("T")
+INITS, VERIFY = (None, "random", "empty"), ("auto", "always", "never")
 
 
 class HostEngine(Engine):
@@ -69,164 +62,94 @@ class HostEngine(Engine):
 
     Args:
         model: A folder (or cached hub id) with config.json and safetensors, or an in-memory CausalLM, which is copied.
-        device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`.
+        plan: How steps are computed; by default every unit streams from the host and every layer is recomputed. See
+            `megatrain.plan` for one that is made for a machine.
         optim: The optimizer; by default AdamW.
-        compute_dtype: What layers compute in; `auto` is bf16 on a GPU and fp32 on a CPU. fp16 scales the loss dynamically.
-        grad_transport: Type in which gradients travel to the host; `auto` is fp32 with fp32 compute, else bf16.
-        pin: `all` pins hi and gradient planes, `staged` copies through small pinned buffers, `auto` tries the first and
-            falls back to the second with a warning.
-        resident: Units whose planes live on the device and are updated there: names (`embedding`, `layer.0`, `head`), or `all`.
-        kept: Layers (by index) whose activations are kept for the backward instead of computed again, or `all`.
-        selective: Layers whose activations are kept in part: a compiled layer keeps the share `budget` (0..1), and the compiler
-            decides what is cheap to compute again. With 0.5 all matrix products and the attention are kept.
-        keep_attention: Layers that keep what their fused attention gave, and compute all else again, or `all`.
-        keep_mlp: Layers that keep the products of their MLP's matrices, and compute all else again, or `all`.
-        mlp_chunk_tokens: Compute MLPs (and the norm behind the layers) in chunks of so many tokens, where they compute each
-            token by itself; see [Note: chunks of tokens]. Layers in `kept`, `selective` and `keep_mlp` compute theirs whole.
-        offloaded: Recomputed layers whose input waits in pinned host memory, or `all`.
-        compile: `auto` compiles the layers on a GPU (a family that cannot be compiled runs eager, with a warning), `off` never,
-            `on` everywhere.
-        weight_slots: Device buffers that layers stream through (>= 2). As many as layers: they stay for the whole step.
-        gradient_slabs: Pinned gradient buffers, where gradients do not go straight into a gradient plane.
-        gradient_plane: False lets AdamW eat gradients as they arrive: 2 bytes a parameter less, but no clipping, no
-            accumulation windows, and a step that is not finite stops the run instead of being skipped.
-        segment: K keeps the input of every K-th layer only and computes layers a third time. None keeps every input.
-        microbatch_rows: Rows that a layer computes together; by default as many as hold 16,384 tokens.
-        windows: Accumulation windows of a step.
-        head_chunk_tokens: Tokens whose logits exist at the same time; by default as many as fit 4 GiB.
-        threads: AdamW threads; by default the cores this process may use, less one.
-        host_gib: Host memory that may be used, by default what the system says is available.
-        device_gib: Device memory that this process may use, enforced; by default all of it.
+        seed: Seed of initialisation, dropout and router jitter.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`.
         init: `random` initialises from the config alone, by HF's own rules, seeded. `empty` reads no weights: `load` must follow.
-        seed: Of initialisation, dropout and router jitter.
+        verify: Parity check on a tiny copy before the start: `auto` for a model from a folder, `always`, `never`.
         trust_remote_code: Whether code in the model folder may run.
         attn_implementation: HF's name of an attention implementation; by default sdpa where the family has it.
-        instruments: Whether copies, waits and updates are timed; see `StepResult.pipeline`.
-        verify: `auto` verifies families outside the tested list on a tiny copy before the start, `always`, `never`.
-        disturb, poison: For tests: delay streams at random, fill buffers with NaN after their use.
+        debug: Settings for tests and measurements.
+
+    Attributes:
+        store: The host planes.
+        buffers: The model's buffers by full name, on the CPU.
+        source_folder: The model's folder, None for a model in memory.
 
     Raises:
-        UserError: The model or a setting is not usable, or the family is not computed exactly.
+        UserError: The model or the plan is not usable, or the family is not computed exactly.
         PlanRefused: The planes do not fit this machine's memory.
     """
 
     def __init__(
         self,
         model: str | Path | nn.Module,
+        plan: ExecutionPlan | None = None,
         *,
-        device: str | torch.device = "auto",
         optim: OptimizerSpec | None = None,
-        compute_dtype: ComputeDtype = "auto",
-        grad_transport: Literal["auto", "bf16", "fp32"] = "auto",
-        pin: Literal["auto", "all", "staged"] = "auto",
-        resident: Collection[str] | Literal["all"] = (),
-        kept: Collection[int] | Literal["all"] = (),
-        selective: Collection[int] | Literal["all"] = (),
-        budget: float = 0.5,
-        keep_attention: Collection[int] | Literal["all"] = (),
-        keep_mlp: Collection[int] | Literal["all"] = (),
-        mlp_chunk_tokens: int | None = None,
-        offloaded: Collection[int] | Literal["all"] = (),
-        compile: Literal["auto", "on", "off"] = "auto",
-        weight_slots: int = 2,
-        gradient_slabs: int = 12,
-        gradient_plane: bool = True,
-        segment: int | None = None,
-        microbatch_rows: int | None = None,
-        accumulation_steps: int = 1,
-        head_chunk_tokens: int | None = None,
-        threads: int | None = None,
-        host_gib: float | None = None,
-        device_gib: float | None = None,
-        init: Literal["random", "empty"] | None = None,
         seed: int = 0,
+        device: str | torch.device = "auto",
+        init: Literal["random", "empty"] | None = None,
+        verify: Literal["auto", "always", "never"] = "auto",
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
-        instruments: bool = True,
-        verify: Literal["auto", "always", "never"] = "auto",
-        disturb: Callable[[str, Streams], None] | None = None,
-        poison: bool = False,
+        debug: Debug | None = None,
     ):
         super().__init__(optim, seed)
-        self.device = device_of(device)
-        compute = compute_dtype_of(compute_dtype, self.device)
-        transport = transport_dtype_of(grad_transport, compute)
-        check_words(pin=pin, init=init, verify=verify, compile=compile)
-        check_settings(
-            self.optim,
-            compute,
-            gradient_plane,
-            {
-                "weight_slots": (weight_slots, 2),
-                "gradient_slabs": (gradient_slabs, 1),
-                "accumulation_steps": (accumulation_steps, 1),
-                "segment": (segment, 1),
-                "microbatch_rows": (microbatch_rows, 1),
-                "head_chunk_tokens": (head_chunk_tokens, 1),
-                "mlp_chunk_tokens": (mlp_chunk_tokens, 1),
-            },
-            threads,
-        )
-        self._interrupt = StepAborter()
+        for name, value, words in (("init", init, INITS), ("verify", verify, VERIFY)):
+            if value not in words:
+                raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, words))}", "HostEngine")
+        self.device, debug = device_of(device), debug or Debug()
+        plan = (plan or ExecutionPlan()).for_device(self.device, self.optim)
+        self._aborter = StepAborter()
         self._computing = threading.Lock()
         self._gradient_scale = 1.0
-        self._loss_scale = LossScale() if compute == torch.float16 else None
-        device_bytes = limit_device(self.device, device_gib)
+        self._loss_scale = LossScale() if plan.compute == torch.float16 else None
+        device_bytes = limit_device(self.device, plan.device_gib)
 
         # From here on the engine's four parts are made, as docs/design.md lists them: the model taken apart, without weights;
-        parts = dissect_source(model, compute, self.optim, verify, trust_remote_code, attn_implementation)
+        parts = dissect_source(model, plan.compute, trust_remote_code, attn_implementation)
         self.source_folder, self.config, self.structure = parts.source_folder, parts.config, parts.structure
         self.buffers = parts.buffers
+        if verify == "always" or (verify == "auto" and self.source_folder is not None):
+            always = verify == "always"
+            verify_family(self.config, parity_engine, always=always, trust_remote_code=trust_remote_code)
+        refuse_unmatched_groups(self.structure, self.optim)
         # Kept here because the shell changes the config's implementation for packed rows.
         self._packing_asks = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
-        placement = Placement.of(self.structure, resident, kept, selective, offloaded, keep_attention, keep_mlp)
-        check_placement(self.structure, placement, segment or 1, compute, gradient_plane)
+        plan = plan.for_model(self.structure, self.config.get_text_config().vocab_size)
 
         # planes and optimizer;
-        grad_dtype = None if not gradient_plane else torch.float32 if accumulation_steps > 1 else transport
-        self.store = make_store(
-            self.structure, self.optim, placement.resident, compute, grad_dtype, self.device, host_gib
-        )
+        self.store = make_store(self.structure, self.optim, plan, self.device)
         fill(parts, self.store, init, seed, self.device)
-        self._streams = Streams(self.device, disturb)
-        self.instruments = Instruments(self._streams, self.store, instruments)
-        self._updater = CpuUpdater(threads or default_threads(), self._streams.spans.add)
+        self._streams = Streams(self.device, debug.disturb)
+        self.instruments = Instruments(self._streams, self.store, debug.instruments)
+        assert plan.threads is not None
+        self._updater = CpuUpdater(plan.threads, self._streams.spans.add)
         self._optimizer = HostOptimizer(
             self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
         )
-        self._optimizer.compile_kernels(grad_dtype or transport)
+        self._optimizer.compile_kernels(plan.gradient_dtype or plan.transport)
 
-        # flows;
-        compiled = compile == "on" or (compile == "auto" and self._streams.cuda)
+        # device buffers;
         device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
         shell = make_shell(
             parts,
             device_buffers,
             lambda *call: self._flows.runner.run_layer(*call),
-            flex=compiled and self._streams.cuda,
-            compiled=compiled,
-            budget=budget,
-            mlp_chunk_tokens=mlp_chunk_tokens,
-            keeps_mlps=bool(placement.mlp),
+            plan,
+            flex=plan.compiled and self._streams.cuda,
             trust_remote_code=trust_remote_code,
             attention=attn_implementation,
         )
-        chosen = BufferSettings(compute, compiled, pin, weight_slots, gradient_plane, gradient_slabs, transport, poison)
         self._flows = DeviceBuffers(
-            self.store,
-            self._streams,
-            self._optimizer,
-            shell,
-            self._interrupt,
-            chosen,
-            accumulation_steps,
-            placement.offloaded,
+            self.store, self._streams, self._optimizer, shell, self._aborter, plan, debug.poison
         )
 
-        # climb and checkpoints.
-        head_tokens = head_chunk_tokens or head_chunk_tokens_of(self.config.get_text_config().vocab_size, compiled)
-        cut = Cut(microbatch_rows, head_tokens, segment or 1, placement)
-        self._climb = OomRecovery(self._flows, cut, self.config, device_bytes, self._rearrange, self.close)
+        # OOM recovery and checkpoints.
+        self._oom = OomRecovery(self._flows, plan, self.config, device_bytes, self._rearrange, self.close)
         self._host_checkpoints = HostCheckpoints(
             self.structure,
             self.store,
@@ -239,6 +162,11 @@ class HostEngine(Engine):
             self._optimizer.pending,
         )
         self._checkpoints = CheckpointManager(self._host_checkpoints, empty=init == "empty")
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The plan in effect, resolved for the model and the device; OOM recovery may have reduced it."""
+        return self._oom.plan
 
     # ---------------------------------------------------------------- training
 
@@ -312,7 +240,7 @@ class HostEngine(Engine):
         """
         if self._flows.route is Route.FUSED_UPDATE:
             return False
-        self._interrupt.error = error
+        self._aborter.error = error
         return True
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
@@ -348,7 +276,7 @@ class HostEngine(Engine):
                 "another thread is computing on this engine", "HostEngine", "call it from one thread at a time"
             )
         try:
-            return self._climb.until_it_fits(batch["input_ids"].shape, attempt, training)
+            return self._oom.until_it_fits(batch["input_ids"].shape, attempt, training)
         finally:
             self._computing.release()
 
@@ -443,7 +371,7 @@ class HostEngine(Engine):
             "updates": self.updates,
             "seed": self.seed,
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
-            "ladder": self._climb.as_dict(),
+            "ladder": self._oom.as_dict(),
             "extra": extra or {},
         }
         options = SaveOptions(background, weights_only, on_error, buffer_bytes, then)
@@ -501,8 +429,13 @@ class HostEngine(Engine):
             self._loss_scale = LossScale.from_state_dict(state["loss_scale"])
         loading.wait(None if wait else [name for name, planes in self.store.units.items() if planes.resident])
         self._streams.synchronize()
-        self._climb.restore(state.get("ladder") or {})
+        self._oom.restore(state.get("ladder") or {})
         return state["extra"]
+
+    def counters(self) -> dict[str, int | float | str]:
+        """Of the latest step: `h2d_bytes`, `d2h_bytes` copied; `weight_bytes` loaded, `gradient_bytes` sent; `update_wait_s`,
+        `slab_wait_s`, `slab_waits`. And `slabs`, `weight_slots` that exist, and the gradients' `route`."""
+        return self._flows.counters()
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
@@ -533,7 +466,7 @@ class HostEngine(Engine):
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
         """For rows of this length."""
         shape, tokens = attention_shape(self.config.get_text_config()), batch["input_ids"].shape[1]
-        return attention_order(shape, tokens, self._flows.settings.compute, self.device)
+        return attention_order(shape, tokens, self.plan.compute, self.device)
 
     def _result(
         self, batch: Batch, tokens: int, loss: float, norm: float, skipped: str | None, started: float
@@ -541,17 +474,17 @@ class HostEngine(Engine):
         """Of the step that has just been computed on `batch`."""
         seconds, moved = self._flows.seconds(), self._flows.moved_bytes()
         seconds["step"] = time.perf_counter() - started
-        shape = self._climb.shape(batch["input_ids"].shape)
-        pipeline = self.instruments.record(self._flows, shape, self._climb.denser.changes)
+        shape = self._oom.shape(batch["input_ids"].shape)
+        pipeline = self.instruments.record(self._flows, shape, self._oom.changes)
         return StepResult(loss, norm, tokens, skipped, seconds, self._gradient_scale, moved, pipeline)
 
-    def _rearrange(self, accumulation_steps: int, leaving: Sequence[str]) -> None:
-        """Other buffers around the same state; see `DeviceBuffers.rearrange`. No step is in progress."""
+    def _rearrange(self, plan: ExecutionPlan) -> None:
+        """Remake the device buffers for another plan; see `DeviceBuffers.rearrange`. No step is in progress."""
         self.wait_saved()  # a writer reads the planes where they lie
         self._optimizer.wait_all()
         self._streams.synchronize()
         try:
-            self._flows.rearrange(accumulation_steps, leaving)
+            self._flows.rearrange(plan)
         except BaseException:  # without its buffers the engine is none
             self._closed = True
             self._optimizer.close()
@@ -562,3 +495,10 @@ class HostEngine(Engine):
         """Raise, too, where the planes hold no consistent state."""
         super()._refuse_closed()
         self._checkpoints.refuse_mixture()
+
+
+def parity_engine(model: nn.Module) -> HostEngine:
+    """The engine that a parity check compares with plain Hugging Face: fp32 on the CPU, rows cut into microbatches."""
+    return HostEngine(
+        model, ExecutionPlan(compute_dtype="fp32", microbatch_rows=2, threads=1), device="cpu", verify="never"
+    )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,21 @@ from megatrain.engine.plan import StepShape
 from megatrain.host_memory.store import HostStore
 from megatrain.metrics.record import PipelineRecord, pipeline_of
 from megatrain.metrics.spans import Span
+
+
+@dataclass(frozen=True)
+class Debug:
+    """Settings of an engine for tests and measurements.
+
+    Attributes:
+        instruments: Whether copies, waits and updates are timed; see `StepResult.pipeline`.
+        disturb: Called with a stream's name and the streams before work is queued, to delay it at random.
+        poison: Fill buffers with NaN after their use.
+    """
+
+    instruments: bool = True
+    disturb: Callable[[str, Streams], None] | None = None
+    poison: bool = False
 
 
 class Instruments:
@@ -107,7 +122,7 @@ class Instruments:
 
 def policy_of(flows: DeviceBuffers, shape: StepShape) -> str:
     """How a step is computed, in a line."""
-    kept = Counter(shape.variants().values())
+    kept = Counter(shape.policies.values())
     parts = [f"{name} {count}" for name, count in kept.items()]
     if recomputed := len(flows.structure.layers) - kept.total():
         parts.append(f"recompute {recomputed}")

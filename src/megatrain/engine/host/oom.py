@@ -1,6 +1,7 @@
-"""The climb: a step that runs out of device memory is dropped and computed again, one rung of the ladder further.
+"""Recovery from device OOM: discard the step, switch to the next cheaper plan (`ExecutionPlan.reduced`), retry.
 
-ladder.py says which rung comes next; here the rung is taken, and holds for the rest of the run.
+Weights change only after a step's gradients are complete, so a step that ran out of memory can be dropped and computed again.
+The reduced plan stays for the rest of the run, resumed or not, and is logged as config lines to paste.
 """
 
 from __future__ import annotations
@@ -8,71 +9,101 @@ from __future__ import annotations
 import logging
 import math
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.host.gradients import Route
-from megatrain.engine.host.ladder import Cut, Denser, Failure, Situation
-from megatrain.engine.plan import StepShape
+from megatrain.engine.plan import ExecutionPlan, Shortage, StepShape
 from megatrain.errors import PlanRefused
 from megatrain.host_memory.available import available_host_bytes
+from megatrain.units import GIB, size_lines
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LADDER_RESERVE_BYTES = 1 << 30
-"""Host memory that must be left beside what a rung of the ladder puts there."""
+HOST_RESERVE_BYTES = GIB
+"""Host memory that a reduced plan must leave free."""
+ConfigChanges = dict[str, dict[str, Any]]
+"""Config section -> key -> value."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed allocation.
+
+    Attributes:
+        message: The allocator's own message.
+        where: Phase and layer.
+        held: Bytes by purpose at that moment.
+    """
+
+    message: str
+    where: str
+    held: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = size_lines(self.held, smallest_bytes=1)
+        return "\n".join([f"out of device memory in {self.where}: {self.message}", *lines])
 
 
 class OomRecovery:
     """Runs steps so that they fit the device.
 
     Args:
-        flows: The device side.
-        cut: How steps are cut as long as they fit.
-        config: Of the model.
+        buffers: The device side.
+        plan: The plan to start with, resolved.
+        config: The model's config.
         device_bytes: Device memory that may be used, 0 on a CPU.
-        rearrange: (windows, names of units that leave the device) brings the engine to rest and arranges the flows so.
+        rearrange: Brings the engine to rest and remakes the device buffers for another plan.
         close: Ends the engine where a step cannot be dropped.
 
     Attributes:
-        denser: What the ladder has changed so far.
+        planned: The plan that the run started with.
+        plan: The plan in effect.
     """
 
     def __init__(
         self,
-        flows: DeviceBuffers,
-        cut: Cut,
+        buffers: DeviceBuffers,
+        plan: ExecutionPlan,
         config: Any,
         device_bytes: int,
-        rearrange: Callable[[int, Sequence[str]], None],
+        rearrange: Callable[[ExecutionPlan], None],
         close: Callable[[], None],
     ):
-        self.denser = Denser()
+        self.planned = self.plan = plan
         self.device_bytes = device_bytes
-        self._flows, self._cut, self._config = flows, cut, config
-        self._store, self._streams = flows.store, flows.streams
+        self._device_fraction: float | None = None
+        self._buffers, self._config = buffers, config
+        self._store, self._streams = buffers.store, buffers.streams
         self._rearrange, self._close = rearrange, close
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What differs from the plan that the run started with, as `section.key: value`."""
+        return _flat(config_changes(self.planned, self.plan, self._device_fraction))
 
     def shape(self, batch_BT: Sequence[int]) -> StepShape:
         """How a step on a batch of this shape is cut."""
         rows, tokens = batch_BT
-        return self.denser.applied_to(self._cut.shape(rows, tokens, self._flows.accumulation_steps))
+        shape, planned = self.plan.step_shape(rows, tokens), self.planned.step_shape(rows, tokens)
+        # Rows that were reduced for short rows are no reason to compute more of a long row's tokens together.
+        return replace(shape, microbatch_rows=min(shape.microbatch_rows, planned.microbatch_rows))
 
     def until_it_fits(self, batch_BT: Sequence[int], compute: Callable[[StepShape], T], training: bool) -> T:
-        """Run `compute`; on CUDA out of memory drop what it has built and try the next denser setting, for good.
+        """Run `compute`; on CUDA OOM drop what it has built, reduce the plan for good, and try again.
 
         Args:
             batch_BT: Shape of the batch.
             compute: A step, cut as it is told; it changes no weight.
-            training: Whether with a backward.
+            training: Whether the step has a backward.
 
         Raises:
-            PlanRefused: The densest setting does not fit either.
+            PlanRefused: No plan needs less memory.
         """
         while True:
             shape = self.shape(batch_BT)
@@ -83,115 +114,181 @@ class OomRecovery:
                 if failure is None:
                     raise
             # Out here, where no traceback keeps the step's tensors alive any more.
-            self._climb(shape, batch_BT, failure, training)
+            self._reduce(shape, batch_BT, failure, training)
 
     def as_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the ladder."""
-        return {**self.denser.as_dict(), "device_bytes": self.device_bytes}
+        """What a checkpoint stores under `ladder`: the bounds that recovery has found, None for those it has not changed."""
+        plan, planned = self.plan, self.planned
 
-    def restore(self, ladder: dict[str, Any]) -> None:
-        """What the ladder had chosen when a checkpoint was made holds again, unless this device has more memory. What it has
-        chosen since, before the run went back to this checkpoint, stays."""
-        denser, then = Denser.from_dict(ladder), ladder.get("device_bytes")
-        if self._cut.segment > 1:  # it drops inputs that would wait in host memory
-            denser = replace(denser, offload=False)
-        denser = self.denser.joined(denser)
-        if denser == self.denser or self._flows.route is Route.FUSED_UPDATE or (then or 0) < self.device_bytes:
+        def changed(name: str) -> Any:
+            return None if getattr(plan, name) == getattr(planned, name) else getattr(plan, name)
+
+        return {
+            "recompute": changed("activations") is not None,
+            "chunk_rows": changed("microbatch_rows"),
+            "head_tokens": changed("head_chunk_tokens"),
+            "mlp_tokens": changed("mlp_chunk_tokens"),
+            "offload": changed("offload_input") is not None,
+            "windows": changed("accumulation_steps"),
+            "resident": None if changed("placement") is None else len(plan.resident),
+            "device_fraction": self._device_fraction,
+            "device_bytes": self.device_bytes,
+        }
+
+    def restore(self, ladder: Mapping[str, Any]) -> None:
+        """Apply the bounds stored in a checkpoint, unless this device has more memory. Reductions since then stay."""
+        if self._buffers.route is Route.FUSED_UPDATE or (ladder.get("device_bytes") or 0) < self.device_bytes:
             return
-        self._adopt(denser)
-        logger.info("as before this checkpoint: %s (the device ran out of memory)", ", ".join(denser.changes))
+        plan = _bounded(self.plan, ladder)
+        fraction = _least(self._device_fraction, ladder.get("device_fraction"))
+        if (plan, fraction) == (self.plan, self._device_fraction):
+            return
+        self._device_fraction = fraction
+        self.adopt(plan)
+        logger.info("reduced as before this checkpoint: %s (the device ran out of memory)", ", ".join(self.changes))
+
+    def adopt(self, plan: ExecutionPlan) -> None:
+        """Switch to a reduced plan; no step is in progress."""
+        before, self.plan = self.plan, plan
+        if plan.mlp_chunk_tokens is not None and plan.mlp_chunk_tokens != before.mlp_chunk_tokens:
+            self._buffers.shell.compute_in_chunks(plan.mlp_chunk_tokens)
+        if (plan.accumulation_steps, plan.resident) != (before.accumulation_steps, before.resident):
+            self._rearrange(plan)
+        else:
+            self._buffers.follow(plan)
 
     def _abandon(self, error: BaseException) -> Failure | None:
-        """Drop what a step has built, so that the engine can go on. Weights are as before the step.
+        """Drop everything the step has built; weights are as before the step.
 
         Returns:
-            What is known of the memory that ran out; None after another error, or where the engine cannot go on.
+            The failed allocation; None after another error, or where the engine had to be closed.
         """
-        if self._flows.route is Route.FUSED_UPDATE:
+        if self._buffers.route is Route.FUSED_UPDATE:
             logger.error("a step failed after some units may have been updated; the engine is closed")
             self._close()
             return None
         failure = self._failure_of(error) if isinstance(error, torch.OutOfMemoryError) else None
-        self._flows.runner.abandon()
+        self._buffers.runner.abandon()
         return failure
 
     def _failure_of(self, error: torch.OutOfMemoryError) -> Failure:
-        """What is known while the failed step's memory is still held."""
-        ledger = self._flows.memory()
+        """Described while the failed step's memory is still held."""
+        held = self._buffers.memory()
         if self._streams.cuda:
-            ledger["allocated now"] = torch.cuda.memory_allocated(self._streams.device)
-            ledger["reserved by the allocator"] = torch.cuda.memory_reserved(self._streams.device)
-            ledger["free on the device"] = torch.cuda.mem_get_info(self._streams.device)[0]
-        return Failure(str(error).splitlines()[0], self._flows.runner.where(), ledger)
+            held["allocated now"] = torch.cuda.memory_allocated(self._streams.device)
+            held["reserved by the allocator"] = torch.cuda.memory_reserved(self._streams.device)
+            held["free on the device"] = torch.cuda.mem_get_info(self._streams.device)[0]
+        return Failure(str(error).splitlines()[0], self._buffers.runner.where(), held)
 
-    def _climb(self, shape: StepShape, batch_BT: Sequence[int], failure: Failure, training: bool) -> None:
-        """Go on with the next rung of the ladder, or refuse with the ledger where there is none."""
-        resident = self._resident()
-        more_windows = training and self._room_for_windows()
-        offload = training and self._room_for_inputs(batch_BT, shape.accumulation_steps)
+    def _reduce(self, shape: StepShape, batch_BT: Sequence[int], failure: Failure, training: bool) -> None:
+        """Switch to the next cheaper plan, or refuse with the memory breakdown where there is none."""
         rows, tokens = batch_BT
-        now = Situation(
+        shortage = Shortage(
+            shape=shape,
             rows=rows,
             tokens=tokens,
             training=training,
-            offload=offload,
-            more_windows=more_windows,
-            resident=len(resident),
-            mlps=self._flows.shell.can_chunk_mlps,
-            mlp_tokens=self._flows.shell.chunk_tokens,
+            inputs_fit_host=training and self._inputs_fit_host(batch_BT, shape.accumulation_steps),
+            sums_fit_host=training and self._sums_fit_host(),
+            mlps_in_chunks=self._buffers.shell.can_chunk_mlps,
         )
-        denser = self.denser.next(shape, now)
-        if denser is None:
+        before, plan = self.plan, self.plan.reduced(shortage)
+        if plan is None:
             raise PlanRefused(
-                f"{failure}\n  this is the densest setting\n  -> use shorter rows, or a device with more memory"
+                f"{failure}\n  no plan needs less device memory\n  -> use shorter rows, or a device with more memory"
             )
-        before = self.denser
-        if denser.resident != self.denser.resident:
-            denser = replace(denser, device_fraction=self._fraction_without(resident[denser.resident :]))
-        self._adopt(denser)
+        if plan.resident != before.resident:
+            self._device_fraction = self._fraction_without(before.resident[len(plan.resident) :])
+            step = f"{len(plan.resident)} units on the device (memory.device_fraction: {self._device_fraction})"
+        else:
+            step = ", ".join(_flat(config_changes(before, plan)))
+        self.adopt(plan)
         if self._streams.cuda:
             torch.cuda.empty_cache()
         logger.warning(
-            "%s\n  the step is dropped, nothing was updated; it is computed again with %s\n"
-            "  this run goes on so; for the next one put into its config:\n%s",
+            "%s\n  step dropped, nothing was updated; retrying with %s\n"
+            "  kept for this run; for the next one, put into its config:\n%s",
             failure,
-            denser.step_from(before),
-            textwrap.indent(denser.yaml, "    "),
+            step,
+            textwrap.indent(as_yaml(config_changes(self.planned, plan, self._device_fraction)), "    "),
         )
 
-    def _adopt(self, denser: Denser) -> None:
-        """Go on with what the ladder says; no step is in progress."""
-        if denser.offload:
-            self._flows.offload_all()
-        shell = self._flows.shell
-        if denser.mlp_tokens is not None and denser.mlp_tokens < (shell.chunk_tokens or math.inf):
-            shell.compute_in_chunks(denser.mlp_tokens)
-        accumulation_steps = max(self._flows.accumulation_steps, denser.accumulation_steps or 1)
-        leaving = self._resident()[denser.resident :] if denser.resident is not None else []
-        self.denser = denser
-        if accumulation_steps != self._flows.accumulation_steps or leaving:
-            self._rearrange(accumulation_steps, leaving)
-
-    def _resident(self) -> list[str]:
-        return [name for name, planes in self._store.units.items() if planes.resident]
-
     def _fraction_without(self, leaving: Sequence[str]) -> float:
-        """`memory.device_fraction` with which a plan has room for all but these units. Two digits, rounded down."""
+        """`memory.device_fraction` with which the planner places all but these units. Two digits, rounded down."""
         freed = sum(plane.nbytes for name in leaving for plane in self._store.units[name].state().values())
         peak = torch.cuda.max_memory_allocated(self._streams.device) if self._streams.cuda else freed
         return math.floor(100 * max(0.01, (peak - freed) / max(1, self.device_bytes))) / 100
 
-    def _room_for_inputs(self, batch_BT: Sequence[int], accumulation_steps: int) -> bool:
-        """Whether the host can hold the inputs of all layers for a window."""
+    def _inputs_fit_host(self, batch_BT: Sequence[int], accumulation_steps: int) -> bool:
+        """Whether the host has room for the inputs of all layers in one accumulation step."""
         rows, hidden = -(-batch_BT[0] // accumulation_steps), self._config.get_text_config().hidden_size
-        layers, itemsize = len(self._flows.structure.layers), self._flows.settings.compute.itemsize
+        layers, itemsize = len(self._buffers.structure.layers), self.plan.compute.itemsize
         needed = layers * rows * batch_BT[1] * hidden * itemsize
-        return needed + LADDER_RESERVE_BYTES < available_host_bytes()
+        return needed + HOST_RESERVE_BYTES < available_host_bytes()
 
-    def _room_for_windows(self) -> bool:
-        """Whether gradients can be summed over more windows: it takes a gradient plane, in fp32."""
+    def _sums_fit_host(self) -> bool:
+        """Whether gradients can be summed over more accumulation steps: it takes a gradient plane, in fp32."""
         dtype = self._store.grad_dtype
         if dtype is None:
             return False
-        wider = (4 - dtype.itemsize) * sum(unit.layout.numel for unit in self._flows.structure.units)
-        return wider == 0 or wider + LADDER_RESERVE_BYTES < available_host_bytes()
+        wider = (4 - dtype.itemsize) * sum(unit.layout.numel for unit in self._buffers.structure.units)
+        return wider == 0 or wider + HOST_RESERVE_BYTES < available_host_bytes()
+
+
+def config_changes(before: ExecutionPlan, after: ExecutionPlan, device_fraction: float | None = None) -> ConfigChanges:
+    """The config settings that lead from one resolved plan to a reduced one."""
+
+    def changed(name: str, value: Any = None) -> Any:
+        found = getattr(after, name)
+        return None if found == getattr(before, name) else found if value is None else value
+
+    changes = {
+        "activations": {
+            "policy": changed("activations", "recompute"),
+            "mlp_chunk_tokens": changed("mlp_chunk_tokens"),
+            "offload_input": changed("offload_input", "on"),
+        },
+        "batch": {name: changed(name) for name in ("microbatch_rows", "head_chunk_tokens", "accumulation_steps")},
+        "memory": {"device_fraction": device_fraction},
+    }
+    found = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in changes.items()}
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def as_yaml(changes: ConfigChanges) -> str:
+    """Lines to paste into a config."""
+    return "\n".join(
+        line
+        for name, keys in changes.items()
+        for line in (f"{name}:", *(f"  {key}: {value}" for key, value in keys.items()))
+    )
+
+
+def _flat(changes: ConfigChanges) -> tuple[str, ...]:
+    return tuple(f"{name}.{key}: {value}" for name, keys in changes.items() for key, value in keys.items())
+
+
+def _bounded(plan: ExecutionPlan, ladder: Mapping[str, Any]) -> ExecutionPlan:
+    """The plan within the bounds of `OomRecovery.as_dict`. Keys of a newer version are ignored."""
+    if ladder.get("recompute"):
+        assert isinstance(plan.activations, Mapping)
+        plan = replace(plan, activations=dict.fromkeys(plan.activations, "recompute"))
+    if ladder.get("offload") and plan.segment == 1:  # a segment drops the inputs that would be offloaded
+        assert isinstance(plan.activations, Mapping)
+        plan = replace(plan, offload_input=frozenset(plan.activations))
+    if ladder.get("resident") is not None:
+        plan = plan.with_resident(ladder["resident"])
+    return replace(
+        plan,
+        microbatch_rows=_least(plan.microbatch_rows, ladder.get("chunk_rows")),
+        head_chunk_tokens=_least(plan.head_chunk_tokens, ladder.get("head_tokens")),
+        mlp_chunk_tokens=_least(plan.mlp_chunk_tokens, ladder.get("mlp_tokens")),
+        accumulation_steps=max(plan.accumulation_steps, ladder.get("windows") or 1),
+    )
+
+
+N = TypeVar("N", int, float)
+
+
+def _least(*bounds: N | None) -> N | None:
+    return min((bound for bound in bounds if bound is not None), default=None)

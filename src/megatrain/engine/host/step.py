@@ -58,7 +58,7 @@ class StepAborter:
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise what was asked for, once."""
         if self.error is not None:
             error, self.error = self.error, None
@@ -72,7 +72,7 @@ class StepRunner:
         shell: HF's code; its layers call back into this object.
         streams, weights, gradients, inputs: The device side.
         compiled: Compile the cross entropy; token chunks then all have one shape.
-        interrupt: Looked at before each visit of a layer.
+        aborter: Checked before each visit of a layer.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class StepRunner:
         gradients: GradientFlow,
         inputs: InputStore,
         compiled: bool = False,
-        interrupt: StepAborter | None = None,
+        aborter: StepAborter | None = None,
     ):
         self.shell = shell
-        self._interrupt = interrupt or StepAborter()
+        self._aborter = aborter or StepAborter()
         self._streams = streams
         self._weights = weights
         self._gradients = gradients
@@ -97,7 +97,7 @@ class StepRunner:
         # What `run_layer` works on while HF's loop is running.
         self._tape: Tape | None = None
         self._rows = RowChunks()
-        self._variants: dict[int, Variant] = {}
+        self._variants: Mapping[int, Variant] = {}
         self._leaf_cache: dict[tuple[str, int, bool], Leaves] = {}
         self.marks: list[tuple[str, Timestamp]] = []
 
@@ -116,16 +116,16 @@ class StepRunner:
         """
         self.shell.train(True)
         inputs, targets = self._place(batch), find_targets(batch["labels"])
-        accumulation_steps = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.accumulation_steps))
-        microbatch_rows = min(shape.microbatch_rows, max(rows.stop - rows.start for rows in accumulation_steps))
+        passes = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.accumulation_steps))
+        microbatch_rows = min(shape.microbatch_rows, max(rows.stop - rows.start for rows in passes))
         self._learn_row_axes(inputs, microbatch_rows)
-        self._variants = shape.variants()
-        self._weights.follow(training_fetch_order(len(self._units), shape.segment, len(accumulation_steps)))
+        self._variants = shape.policies
+        self._weights.follow(training_fetch_order(len(self._units), shape.segment, len(passes)))
         self._gradients.begin_step()
         self.marks = []
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._streams.device)
         gradient_scale = loss_scale / len(targets)
-        for rows in accumulation_steps:
+        for rows in passes:
             edges, tape = self._bind_edges(requires_grad=True), Tape()
             self._mark("forward")
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, microbatch_rows, shape.segment, tape)
@@ -193,7 +193,7 @@ class StepRunner:
 
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What HF's loop gets in place of layer `index`: the layer's outputs for all rows, without a graph."""
-        self._interrupt.look()
+        self._aborter.check()
         arguments = Arguments.of(args, kwargs)
         call = self._tape.record(index, arguments) if self._tape is not None else None
         with self._streams.traced("forward", index):
@@ -364,7 +364,7 @@ class StepRunner:
 
         See [Note: gradient staging lifetime] for the unit's gradient and [Note: the graph between the layers] for the inputs'.
         """
-        self._interrupt.look()
+        self._aborter.check()
         self._bring_back(call, tape)
         flat = self._weights.fetch(call.layer)
         total = self._gradients.begin_layer(self._units[call.layer], len(self._rows.chunks))

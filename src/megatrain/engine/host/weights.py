@@ -158,6 +158,11 @@ class WeightStream:
             slot.abandon()
 
     @property
+    def slots(self) -> int:
+        """Slots that layers stream through."""
+        return len(self._ring.slots)
+
+    @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._all_slots())
 

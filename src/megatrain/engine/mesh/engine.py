@@ -28,8 +28,14 @@ from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
-from megatrain.engine.base import Engine, check_learning_rate, skip_reason
-from megatrain.engine.host.assembly import build_model, config_of, refuse_unmatched_groups
+from megatrain.engine.base import (
+    Engine,
+    build_model,
+    check_learning_rate,
+    config_of,
+    refuse_unmatched_groups,
+    skip_reason,
+)
 from megatrain.engine.mesh import context_parallel, launch
 from megatrain.engine.mesh.context_parallel import TokenMap
 from megatrain.engine.mesh.data_parallel import BF16_POLICY, MASTERS_POLICY, Box, Devices, local, modules_in_fp32, shard

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatrain.engine.host.settings import named_device
+from megatrain.engine.plan import named_device
 from megatrain.errors import UserError
 
 TIMEOUT_S = 600

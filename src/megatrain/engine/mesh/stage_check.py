@@ -11,7 +11,7 @@ from torch import nn
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.stage import CANNOT_CUT, Stage, cut, plan_parts
 from megatrain.engine.objective import IGNORED, cross_entropy_sum
-from megatrain.engine.parity_check import _NoTinyCopy, _tiny_model
+from megatrain.engine.parity_check import NoTinyCopy, tiny_model
 from megatrain.errors import UserError
 from megatrain.models.structure import dissect
 
@@ -33,8 +33,8 @@ def verify_family_cut(config: Any, trust_remote_code: bool = False) -> None:
         return
     logger.info("checking on a tiny copy whether %s can be cut into pipeline stages", config.model_type)
     try:
-        model = _tiny_model(config, None, trust_remote_code)
-    except _NoTinyCopy as error:
+        model = tiny_model(config, None, trust_remote_code)
+    except NoTinyCopy as error:
         raise UserError(f"cannot be verified: {error}", f"model type {config.model_type}", CANNOT_CUT) from error
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids_BT = torch.randint(3, vocabulary, (2, 24), generator=torch.Generator().manual_seed(0))
