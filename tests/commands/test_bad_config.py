@@ -1,6 +1,6 @@
-"""Forty wrong configs through the real entry point: exit code 2, the place, what to do, and no traceback.
+"""Forty wrong configs through the real entry point: exit code 2, the place, a remedy, and no traceback.
 
-Cases 29 and 30 are among them: `1e-5` as text, `no` as a boolean, and misspelt keys.
+Among them are `1e-5` as text, `no` as a boolean, and misspelt keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ run:
 
 
 class Bad(NamedTuple):
-    """A fault put into GOOD: `old` is replaced by `new`; the message has `place` and `says`."""
+    """A fault in GOOD: `old` is replaced by `new`; the message contains `place` and `says`."""
 
     name: str
     old: str
@@ -170,7 +170,7 @@ BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in rang
     ],
     ids=["nested aliases", "brackets", "many brackets", "indentation", "a data file"],
 )
-def test_a_short_text_cannot_take_all_memory(
+def test_a_short_yaml_cannot_exhaust_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
 ) -> None:
     yaml = tmp_path / "run.yaml"
@@ -186,14 +186,14 @@ def test_a_short_text_cannot_take_all_memory(
     assert len(said) < 1000
 
 
-def test_a_bomb_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alias_bomb_on_the_command_line_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
     bomb = "{a0: &a0 [x], " + ", ".join(BOMB.splitlines()) + "}"
     assert main(["check", str(tmp_path / "run.yaml"), "--data.train", bomb]) == 2
     assert "--data.train: expands to more than 100,000 values" in capsys.readouterr().err
 
 
-def test_all_faults_of_a_config_are_said_at_once(
+def test_all_faults_of_a_config_are_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

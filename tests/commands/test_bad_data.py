@@ -1,6 +1,6 @@
-"""Forty wrong data files through the real entry point: exit code 2, the place, what to do, and no traceback.
+"""Forty wrong data files through the real entry point: exit code 2, the place, a remedy, and no traceback.
 
-Cases 33 and 34 are among them: what is too long, and what is malformed, is never dropped without a word.
+Samples that are too long or malformed are never dropped silently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _parquet(table: dict[str, list[Any]]) -> bytes:
 
 
 class Bad(NamedTuple):
-    """`content` in a file `file`; the message has `place` and `says`. `words` are added to the command line."""
+    """`content` in a file `file`; the message contains `place` and `says`. `words` extend the command line."""
 
     name: str
     file: str
@@ -332,7 +332,7 @@ def test_there_are_forty() -> None:
     assert len({bad.name for bad in BAD}) == len(BAD) >= 40
 
 
-def test_a_file_that_may_not_be_read(
+def test_an_unreadable_file_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -341,7 +341,7 @@ def test_a_file_that_may_not_be_read(
     plain_open = Path.open
 
     def refuse(path: Path, *words: Any, **named: Any) -> Any:
-        if path.name == "a.jsonl":  # chmod does not keep root out
+        if path.name == "a.jsonl":  # chmod does not restrict root
             raise PermissionError(13, "Permission denied")
         return plain_open(path, *words, **named)
 
@@ -353,7 +353,7 @@ def test_a_file_that_may_not_be_read(
     assert "a.jsonl: cannot be read: Permission denied\n  -> " in capsys.readouterr().err
 
 
-def test_rejects_that_are_allowed_are_still_counted(
+def test_allowed_rejects_are_still_counted(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

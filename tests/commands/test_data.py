@@ -1,4 +1,4 @@
-"""`megatrain data`: what a person sees of the data before anything is trained."""
+"""`megatrain data`: the preview of the data before training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _data(files: Path, capsys: pytest.CaptureFixture[str], *words: str, code: in
     return shown.out + shown.err
 
 
-def test_answers_are_marked_and_questions_are_not(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_marked_as_trained_and_questions_are_not(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = _data(files, capsys, "--data.train", str(files / "chats.jsonl"), "--samples", "1")
     place = next(line for line in shown.splitlines() if line.startswith("--- "))
     number = int(place.split(":")[1])
@@ -44,8 +44,8 @@ def test_answers_are_marked_and_questions_are_not(files: Path, capsys: pytest.Ca
     assert shown.count("⟦") == 2, "one in the headline, one around the answer"
 
 
-def test_two_bos_tokens_would_be_seen(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Case 35: special tokens are part of the preview, each as often as the model sees it."""
+def test_the_preview_shows_special_tokens(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is shown as often as the model sees it, so a second BOS would be visible."""
     template = files / "bos.jinja"
     template.write_text(tiny.HEADERS_WITH_BOS)
     shown = _data(
@@ -77,11 +77,11 @@ def test_lengths_rows_and_rejects_are_counted(files: Path, tmp_path: Path, capsy
     assert sum(line.startswith("--- ") for line in shown.splitlines()) == 2, "a sample of each source"
 
 
-def test_nothing_rejected_is_said_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_logged_if_no_sample_is_rejected(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no sample was rejected" in _data(files, capsys)
 
 
-def test_lengths_are_shown_even_where_samples_are_too_long(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_are_shown_even_if_samples_are_too_long(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = _data(
         files,
         capsys,
@@ -94,7 +94,7 @@ def test_lengths_are_shown_even_where_samples_are_too_long(files: Path, capsys: 
     assert "longer than data.max_tokens" in shown
     assert "30 of 30 (100.0%) are longer than data.max_tokens (32)" in shown
     assert re.search(r"longest \d+ \(.*chats.jsonl:\d+\)", shown)
-    assert sum(line.startswith("--- ") for line in shown.splitlines()) == 3, "whole samples are shown all the same"
+    assert sum(line.startswith("--- ") for line in shown.splitlines()) == 3, "whole samples are shown nevertheless"
     assert shown.rindex("--- ") < shown.index("error: "), "the error comes last"
     assert "⟦" in shown
     assert "set data.overflow to drop, truncate or split" in shown
@@ -113,7 +113,7 @@ def test_a_wrong_number_of_samples_is_refused(files: Path, capsys: pytest.Captur
     assert f"should be an integer of at least 1, found '{word}'" in capsys.readouterr().err
 
 
-def test_the_data_is_shown_without_weights_and_without_a_run_folder(files: Path) -> None:
+def test_the_preview_needs_no_weights_and_creates_no_run_folder(files: Path) -> None:
     assert not list((files / "model").glob("*.safetensors"))
     assert not (files / "run").exists()
 
@@ -121,7 +121,7 @@ def test_the_data_is_shown_without_weights_and_without_a_run_folder(files: Path)
 # ---- parts
 
 
-def test_bins_hold_every_sample_once_and_the_row_length_ends_one() -> None:
+def test_bins_count_every_sample_once_and_one_ends_at_the_row_length() -> None:
     lengths = np.array([3, 4, 7, 8, 9, 100, 101, 200])
     bins = histogram(lengths, 100)
     assert sum(one.count for one in bins) == len(lengths)
@@ -138,7 +138,7 @@ def test_bins_of_one_length() -> None:
 
 
 @pytest.mark.parametrize("text", ["the quick brown fox jumps", "über Flüsse, 你好 and 🙂 over", "a  b\n\n c"])
-def test_pieces_put_together_are_the_text(text: str) -> None:
+def test_joined_pieces_are_the_text(text: str) -> None:
     tokenizer = tiny.make_tokenizer()
     ids = np.array(tokenizer(text)["input_ids"])
     trained = np.zeros(len(ids), bool)
@@ -148,15 +148,15 @@ def test_pieces_put_together_are_the_text(text: str) -> None:
     assert "".join(piece.text for piece in pieces) == text
 
 
-def test_pieces_of_a_long_sample_say_how_much_is_missing() -> None:
+def test_pieces_of_a_long_sample_count_what_is_left_out() -> None:
     tokenizer = tiny.make_tokenizer()
     ids = np.arange(100, 200)
     pieces = pieces_of(tokenizer, ids, np.ones(100, bool), 40)
     assert [piece.left_out for piece in pieces] == [0, 60, 0]
 
 
-def test_a_character_of_several_tokens_stands_where_its_last_one_does() -> None:
-    """The first token of a text is never a target, though it may be a third of a character."""
+def test_a_character_of_several_tokens_is_shown_with_its_last_token() -> None:
+    """The first token of a text is never a target, even if it is a third of a character."""
     tokenizer = tiny.make_tokenizer()
     ids = np.array(tokenizer("犬が走る")["input_ids"])
     place = np.arange(len(ids))
@@ -168,13 +168,13 @@ def test_a_character_of_several_tokens_stands_where_its_last_one_does() -> None:
     ]
 
 
-def test_no_character_of_a_long_sample_is_cut_in_two() -> None:
+def test_no_character_of_a_long_sample_is_split() -> None:
     """Each of these is three or four tokens of the tiny tokenizer, a byte each."""
     tokenizer = tiny.make_tokenizer()
     text = "犬が走る🦊" * 20
     ids = np.array(tokenizer(text)["input_ids"])
     assert len(ids) == len(text.encode())
-    for most in range(16, 40):  # an end of four tokens at least holds a character
+    for most in range(16, 40):  # the end has at least four tokens, which contain a character
         head, gap, tail = pieces_of(tokenizer, ids, np.ones(len(ids), bool), most)
         assert text.startswith(head.text)
         assert text.endswith(tail.text)
@@ -185,7 +185,7 @@ def test_no_character_of_a_long_sample_is_cut_in_two() -> None:
     assert gap.left_out == 20, "what is no text at all is cut where it was asked for"
 
 
-def test_a_terminal_gets_colours_and_a_log_gets_marks() -> None:
+def test_terminals_get_colours_and_logs_get_marks() -> None:
     pieces = [Piece("ask", False), Piece("answer", True)]
     assert marked(pieces, colours=False, marks=("<", ">")).plain == "ask<answer>"
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""`megatrain generate`: a quick look with plain transformers."""
+"""`megatrain generate`: text from plain transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _written(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> 
     return shown.out + shown.err
 
 
-def test_the_likeliest_words_are_those_of_plain_transformers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_output_equals_that_of_plain_transformers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = _written(capsys, str(model), "--prompt", "the quick", "--prompt=hello", "--tokens=5", "--plain")
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer("the quick", return_tensors="pt").input_ids
@@ -36,7 +36,7 @@ def test_the_likeliest_words_are_those_of_plain_transformers(model: Path, capsys
     assert "plain text" in shown
 
 
-def test_a_chat_model_is_asked_through_its_template(
+def test_a_chat_model_is_prompted_through_its_template(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -53,7 +53,7 @@ def test_a_chat_model_is_asked_through_its_template(
     assert asked == ["<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"]
 
 
-def test_a_temperature_draws_by_the_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_depends_on_the_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(model), "--prompt=hello", "--tokens=8", "--temperature=1.5"]
     first, again, other = (_written(capsys, *words, f"--seed={seed}") for seed in (1, 1, 2))
     assert first == again != other
@@ -72,13 +72,13 @@ def test_a_temperature_draws_by_the_seed(model: Path, capsys: pytest.CaptureFixt
         ),
     ],
 )
-def test_what_cannot_be_written_is_said(
+def test_wrong_prompts_and_options_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     assert re.search(says, _written(capsys, str(model), *words, code=2))
 
 
-def test_what_is_no_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such model folder" in _written(capsys, str(tmp_path / "nothing"), "--prompt=x", code=2)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "holds no complete checkpoint" in _written(capsys, str(tmp_path / "run"), "--prompt=x", code=2)

@@ -1,4 +1,4 @@
-"""What `--help` shows: short where a person begins, all of it where one asks."""
+"""What `--help` shows: a short overview first, everything on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _commands() -> list[str]:
     return re.findall(r"^  (\w+) .*$", parser().epilog or "", flags=re.MULTILINE)
 
 
-def test_the_first_help_lists_every_command_once_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_top_help_lists_every_command_once_in_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     shown = _shown(capsys, "--help")
     commands = _commands()
     assert commands[:5] == ["init", "data", "check", "plan", "train"]
@@ -37,14 +37,14 @@ def test_the_first_help_lists_every_command_once_in_the_order_of_use(capsys: pyt
         assert f"usage: megatrain {command} " in _shown(capsys, command, "--help")
 
 
-def test_the_bare_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrain_alone_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     shown = capsys.readouterr()
     assert "  init MODEL DATA" in shown.err
     assert shown.out == ""
 
 
-def test_the_help_of_a_run_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_is_short_and_points_to_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     shown = _shown(capsys, "train", "--help")
     found = re.findall(r"^  --([a-z_]+(?:\.[a-z_]+)+) ", shown, flags=re.MULTILINE)
     assert set(found) == MAIN_KEYS
@@ -53,7 +53,7 @@ def test_the_help_of_a_run_is_short_and_says_where_the_rest_is(capsys: pytest.Ca
     assert max(map(len, shown.splitlines())) <= 130
 
 
-def test_all_keys_stand_under_their_sections_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_describes_all_keys_by_section(capsys: pytest.CaptureFixture[str]) -> None:
     shown = _shown(capsys, "train", "--help-all")
     place = 0
     for loc, info in fields():
@@ -67,13 +67,13 @@ def test_all_keys_stand_under_their_sections_with_type_default_and_meaning(capsy
 
 
 @pytest.mark.parametrize("section", ["optim", "engine"])
-def test_one_section_alone(capsys: pytest.CaptureFixture[str], section: str) -> None:
+def test_help_all_of_one_section(capsys: pytest.CaptureFixture[str], section: str) -> None:
     shown = _shown(capsys, "check", "--help-all", section)
     assert f"--{section}" in shown
     assert not any(f"--{other}." in shown for other in section_names() if other != section)
 
 
-def test_an_unknown_section_is_refused_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_section_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'optimizer' is not a section; use one of model, engine, data" in _shown(
         capsys, "train", "--help-all", "optimizer", code=2
     )

@@ -1,4 +1,4 @@
-"""`megatrain init`: from a model and some data to a config that trains."""
+"""`megatrain init`: writes a config that trains from a model and data."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new config's run folder and token cache are relative to where the user is."""
+    """The new config's run folder and token cache are relative to the current directory and HOME."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_what_init_writes_is_checked_and_trains(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_written_config_is_checked_and_trains(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(files / "model"), str(files / "chats.jsonl")]) == 0
     shown = capsys.readouterr().out
     assert "format messages" in shown
@@ -46,7 +46,7 @@ def test_what_init_writes_is_checked_and_trains(files: Path, capsys: pytest.Capt
     assert (Path(run.run.dir) / "checkpoints" / "latest").is_file()
 
 
-def test_ten_keys(files: Path) -> None:
+def test_the_config_has_ten_keys(files: Path) -> None:
     assert main(["init", str(files / "model"), str(files / "chats.jsonl"), "--out", "a.yaml"]) == 0
     given = load_config("a.yaml").model_dump(exclude_unset=True)
     keys = [f"{section}.{key}" for section, values in given.items() for key in values]
@@ -73,7 +73,7 @@ def test_several_sources_and_a_model_without_weights(files: Path, tmp_path: Path
     assert [Path(source.path).name for source in run.data.train] == ["texts.jsonl", "chats.jsonl"]
 
 
-def test_columns_of_other_names(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_with_other_names(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(8)]
     (tmp_path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = ["init", str(files / "model"), "qa.jsonl", "--out", "qa.yaml"]
@@ -87,7 +87,7 @@ def test_columns_of_other_names(files: Path, tmp_path: Path, capsys: pytest.Capt
     assert "'instruction' is not NAME=COLUMN" in capsys.readouterr().err
 
 
-def test_samples_longer_than_the_model_are_dropped_only_with_a_word(
+def test_samples_longer_than_the_models_positions_are_dropped_with_a_comment(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"instruction": "count", "output": "one " * n} for n in (5, 6, 7, 900)]
@@ -98,7 +98,7 @@ def test_samples_longer_than_the_model_are_dropped_only_with_a_word(
     assert "longer than 256 tokens: drop; 1 left out" in capsys.readouterr().out
 
 
-def test_a_name_that_yaml_would_take_apart_comes_back_whole(files: Path, tmp_path: Path) -> None:
+def test_file_names_with_yaml_syntax_are_quoted(files: Path, tmp_path: Path) -> None:
     odd = tmp_path / "yes: #1 'a' \"b\" ünï.jsonl"
     odd.write_text((files / "chats.jsonl").read_text())
     assert main(["init", str(files / "model"), odd.name]) == 0
@@ -113,7 +113,7 @@ def test_a_name_that_yaml_would_take_apart_comes_back_whole(files: Path, tmp_pat
         ("model", "model/config.json", "they fit no format"),
     ],
 )
-def test_what_cannot_be_used_leaves_no_file(
+def test_unusable_input_leaves_no_file(
     files: Path, capsys: pytest.CaptureFixture[str], model: str, data: str, words: str
 ) -> None:
     assert main(["init", str(files / model), str(files / data)]) == 2
@@ -128,7 +128,7 @@ def test_an_existing_file_is_never_overwritten(files: Path, capsys: pytest.Captu
     assert Path("run.yaml").read_text() == "mine"
 
 
-def test_keys_do_not_belong_to_init(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_takes_no_config_keys(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(files / "model"), str(files / "chats.jsonl"), "--data.max_tokens=9"]) == 2
     assert "init takes no config keys" in capsys.readouterr().err
 
@@ -148,19 +148,19 @@ def test_keys_do_not_belong_to_init(files: Path, capsys: pytest.CaptureFixture[s
         (Lengths(np.array([9000]), True, 100_000, 4096), 4096),
     ],
 )
-def test_a_row_holds_the_longest_sample_within_the_models_positions(lengths: Lengths, max_tokens: int) -> None:
+def test_rows_fit_the_longest_sample_within_the_models_positions(lengths: Lengths, max_tokens: int) -> None:
     assert choose_rows(lengths).max_tokens == max_tokens
 
 
 @pytest.mark.parametrize("tokens", [10, 1000, 100_000, 10_000_000, 10**12])
-def test_a_step_is_whole_rows_and_an_epoch_some_fifty_steps(tokens: int) -> None:
+def test_a_step_is_whole_rows_and_an_epoch_has_about_fifty_steps(tokens: int) -> None:
     rows = choose_rows(Lengths(np.array([1000]), False, tokens, None))
     assert rows.tokens_per_step % rows.max_tokens == 0
     assert rows.tokens_per_step <= 262_144
     assert rows.tokens_per_step == rows.max_tokens or tokens / rows.tokens_per_step >= 50
 
 
-def test_a_fraction_that_would_hold_out_nothing_is_not_chosen() -> None:
+def test_no_fraction_is_chosen_that_holds_out_nothing() -> None:
     spread = np.linspace(0, 2**64 - 2**12, 10_000).astype(np.uint64)
     assert choose_fraction([spread]) == 0.01
     assert choose_fraction([spread[:: 10_000 // 400]]) == 0.05

@@ -1,4 +1,4 @@
-"""Files as people have them, with no format given: each is looked at, checked and trained on.
+"""Typical data files without a given format are previewed, checked and trained on.
 
 They are the demo files of LLaMA-Factory and are not part of the project: `shared/data` inside or beside the repository, or the
 folder that MEGATRAIN_TEST_DATA names. MEGATRAIN_TEST_TOKENIZER may name a model folder whose tokenizer is used instead of a
@@ -29,7 +29,7 @@ PLACES = [
 FOLDER = next((Path(place) for place in PLACES if place and Path(place).is_dir()), None)
 
 FILES = {
-    # what the file is called: the format that must be found, its samples, and whether all of its text is trained
+    # file name: the format to detect, its samples, and whether all of its text is trained
     "alpaca_en_demo.json": ("alpaca", 999, False),
     "identity.json": ("alpaca", 91, False),
     "v1_sft_demo.jsonl": ("messages", 500, False),
@@ -53,12 +53,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cache_of(model: Path) -> dict[str, str]:
-    """One for all tests of this file: each data file is tokenised once."""
+    """One for all tests of this file: each data file is tokenized once."""
     return {"cache_dir": str(model.parent / "cache")}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_looked_at_checked_and_trained_on(
+def test_a_file_is_previewed_checked_and_trained_on(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert FOLDER is not None
@@ -92,7 +92,7 @@ def test_a_file_is_looked_at_checked_and_trained_on(
         assert share > 0.98 if whole else 0.2 < share < 0.95
 
 
-def test_all_of_them_in_one_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_files_in_one_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert FOLDER is not None
     sections = {
         "model": {"path": str(model), "init": "random"},

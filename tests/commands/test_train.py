@@ -1,4 +1,4 @@
-"""The real command line on a tiny Llama: what a run leaves behind, how it resumes and stops, and how it refuses."""
+"""The real command line on a tiny Llama: files of a run, resuming, stopping, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(files: Path, folder: Path, command: str, *words: str) -> int:
     return main([command, str(files / "run.yaml"), "--run.dir", str(folder / "run"), *words])
 
 
-def test_train_leaves_a_model_that_transformers_loads(
+def test_train_writes_a_model_that_transformers_loads(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--schedule.steps=12", "--optim.learning_rate=3e-3", "--data.val={fraction: 0.2}", "--eval.at_start"]
@@ -76,24 +76,21 @@ def test_train_leaves_a_model_that_transformers_loads(
     ids = tokenizer("the quick brown fox", return_tensors="pt").input_ids
     assert model(input_ids=ids, labels=ids).loss.item() < first
 
-    # the same set through `eval`, from the exact weights of the checkpoint
+    # `eval` on the same samples, with the exact weights of the checkpoint
     capsys.readouterr()
     assert main(["eval", str(folder), "--checkpoint", str(checkpoint)]) == 0
     said = capsys.readouterr().out
     assert f"validation loss {found[-1].val_loss:.4f}" in said
     assert "trained model" not in said
     assert not [line for line in said.splitlines() if line.startswith("train:")], "of no use to an evaluation"
-    # and the model it began with, which is what the YAML file means
+    # and with the initial model, which the YAML file names
     assert run(files, tmp_path, "eval", *words) == 0
     said = capsys.readouterr().out
     assert f"this is {files / 'model'}; the trained model: megatrain eval {folder}\n" in said
     assert f"validation loss {found[0].val_loss:.4f}" in said
 
 
-# CASES 21 and 22: N + save + resume + N equals 2N, bit for bit.
-
-
-def test_a_resumed_run_equals_one_that_was_never_stopped(files: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(files: Path, tmp_path: Path) -> None:
     words = ["--schedule.kind=cosine", "--schedule.warmup_steps=2", "--schedule.steps=12", "--checkpoint.every_steps=6"]
     words += ["--data.val={fraction: 0.2}", "--eval.every_steps=5", "--checkpoint.keep=null"]
     assert run(files, tmp_path / "whole", "train", *words) == 0
@@ -115,7 +112,7 @@ def test_a_chat_run_trains_only_the_answers(files: Path, tmp_path: Path) -> None
         assert 0.3 < record.trained_tokens / record.processed_tokens < 0.7
 
 
-def test_eval_says_the_loss_of_each_source(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_reports_the_loss_of_each_source(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = f"[{files}/texts.jsonl, {files}/chats.jsonl]"
     assert run(files, tmp_path, "eval", "--data.train", sources, "--data.val={fraction: 0.3}") == 0
     out = capsys.readouterr().out
@@ -129,10 +126,7 @@ def test_eval_says_the_loss_of_each_source(files: Path, tmp_path: Path, capsys: 
     assert mean == pytest.approx(float(total[1]), abs=1e-3)
 
 
-# CASES 27: SIGTERM loses nothing.
-
-
-def test_sigterm_saves_and_exits_0_and_the_run_goes_on_exactly(files: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_0_and_the_run_resumes_exactly(files: Path, tmp_path: Path) -> None:
     words = ["--schedule.steps=400", "--checkpoint.every_steps=null"]
     command = [
         sys.executable,
@@ -162,7 +156,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on_exactly(files: Path, tmp_
 
 def test_two_signals_exit_130(files: Path, tmp_path: Path) -> None:
     words = ["train", str(files / "run.yaml"), "--run.dir", str(tmp_path / "run")]
-    # the child signals itself while it reports a step: sent from here, both could arrive after the last step
+    # the child signals itself while it reports a step: sent from here, both signals could arrive after the last step
     code = f"""
         import os, signal, sys
         from megatrain.commands.main import main
@@ -358,7 +352,7 @@ BAD = [
 
 @pytest.fixture
 def own_files(files: Path, tmp_path: Path) -> Path:
-    """Files that a test may break, with their own config."""
+    """Files with their config, for tests that break them."""
     shutil.copytree(files / "model", tmp_path / "model")
     shutil.copy(files / "texts.jsonl", tmp_path)
     YAML().dump(config(tmp_path), tmp_path / "run.yaml")
@@ -391,20 +385,20 @@ def test_no_space_for_the_checkpoints(
 
 
 @pytest.mark.parametrize("words", [["train"], ["plan"], ["verify"], ["plot"], ["monitor"]], ids=str)
-def test_what_the_system_refuses_is_no_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_system_errors_give_no_traceback(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "x" * 300]) == 2
     assert re.search(r"error: x+(/\S+)?: File name too long\n  -> check the path", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("key", ["model.path", "data.train", "data.cache_dir", "run.dir"])
-def test_a_path_of_the_config_that_the_system_refuses_is_no_traceback(
+def test_system_errors_on_config_paths_give_no_traceback(
     key: str, own_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(own_files / "run.yaml"), f"--{key}={'x' * 300}"]) == 2
     assert "File name too long" in capsys.readouterr().err
 
 
-def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     used_folder(own_files)
     words = [*no_model(own_files), *no_data(own_files), *long_warm_up(own_files)]
     assert main(["check", str(own_files / "run.yaml"), *words]) == 2
@@ -415,12 +409,12 @@ def test_all_problems_are_said_at_once(own_files: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("command", ["check", "train", "data"])
-def test_all_cheap_problems_are_said_before_any_slow_work(
+def test_cheap_checks_run_before_slow_work(
     command: str, own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong path must not wait for a tokenised data set, nor for a look at the model."""
+    """A wrong path is reported before tokenizing and before the model is checked."""
     for slow in ("data.load.open_data", "models.build.build_meta_model", "engine.parity_check.verify_family"):
-        monkeypatch.setattr(f"megatrain.{slow}", lambda *_, slow=slow, **__: pytest.fail(f"{slow} was begun"))
+        monkeypatch.setattr(f"megatrain.{slow}", lambda *_, slow=slow, **__: pytest.fail(f"{slow} was started"))
     (own_files / "a file").touch()
     words = {
         "--data.train": f"[{own_files}/texts.jsonl, {own_files}/text.jsonl]",
@@ -440,7 +434,7 @@ def test_all_cheap_problems_are_said_before_any_slow_work(
         assert word in text
 
 
-def test_a_changed_run_is_refused_before_the_data_are_read(
+def test_a_changed_run_is_refused_before_the_data_is_read(
     own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     yaml = str(own_files / "run.yaml")
@@ -454,7 +448,7 @@ def test_a_changed_run_is_refused_before_the_data_are_read(
     assert "'optimizer' is not one of data, batch, seed, schedule, optim, precision" in capsys.readouterr().err
 
 
-def test_check_compares_shapes_by_the_headers_alone(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_compares_shapes_by_the_file_headers_only(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_file = own_files / "model" / "config.json"
     config_file.write_text(config_file.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
     assert main(["check", str(own_files / "run.yaml")]) == 2
@@ -463,7 +457,7 @@ def test_check_compares_shapes_by_the_headers_alone(own_files: Path, capsys: pyt
     assert "config.json and weights do not belong together" in text
 
 
-def test_check_writes_no_run_folder_and_says_what_a_run_is(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_creates_no_run_folder_and_prints_the_run(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(own_files / "run.yaml")]) == 0
     assert not (own_files / "run").exists()
     out = capsys.readouterr().out
@@ -471,7 +465,7 @@ def test_check_writes_no_run_folder_and_says_what_a_run_is(own_files: Path, caps
         assert word in out
 
 
-def test_a_step_larger_than_the_data_is_said(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_larger_than_the_data_is_reported(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(own_files / "run.yaml")]) == 0
     assert "an epoch has" not in capsys.readouterr().out
     assert main(["check", str(own_files / "run.yaml"), "--batch.tokens_per_step=65536"]) == 0
@@ -480,7 +474,7 @@ def test_a_step_larger_than_the_data_is_said(own_files: Path, capsys: pytest.Cap
     assert "smaller than asked for" in out
 
 
-def test_a_learning_rate_that_must_be_a_slip_is_said(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_implausible_learning_rate_is_reported(own_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rate, is_said in (("5", True), ("0.1", False)):
         assert main(["check", str(own_files / "run.yaml"), f"--optim.learning_rate={rate}"]) == 0
         out = " ".join(capsys.readouterr().out.split())
@@ -499,7 +493,7 @@ def test_a_learning_rate_that_must_be_a_slip_is_said(own_files: Path, capsys: py
         (["eval", "run.yaml", "--data.val=x.txt", "--checkpoint", "nowhere"], "nowhere: no such model folder"),
     ],
 )
-def test_wrong_words(
+def test_wrong_arguments(
     own_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(own_files)

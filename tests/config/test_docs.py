@@ -1,4 +1,4 @@
-"""The generated documents: fresh, whole, and agreeing with the loader."""
+"""The generated documents are up to date, complete, and consistent with the loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fits(config: dict[str, Any]) -> bool:
     return jsonschema.Draft202012Validator(docs.json_schema()).is_valid(config)
 
 
-def test_the_documents_are_fresh() -> None:
+def test_the_documents_are_up_to_date() -> None:
     assert docs.stale(docs.FOLDER) == [], "run `python -m megatrain.config.docs`"
 
 
@@ -48,7 +48,7 @@ def test_every_key_is_in_the_document_in_yaml_order() -> None:
         last = at
 
 
-def test_stale_documents_are_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outdated_documents_are_detected_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--folder", str(tmp_path)]
     assert docs.main([*words, "--check"]) == 1
     assert not list(tmp_path.iterdir()), "--check writes nothing"
@@ -60,7 +60,7 @@ def test_stale_documents_are_found_and_written(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == f"{docs.SCHEMA} is out of date\n"
 
 
-def test_the_schema_is_a_schema() -> None:
+def test_the_json_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(docs.json_schema())
     assert json.loads((docs.FOLDER / docs.SCHEMA).read_text()) == docs.json_schema()
 
@@ -80,7 +80,7 @@ def test_the_schema_is_a_schema() -> None:
     ],
     ids=str,
 )
-def test_what_the_loader_takes_fits_the_schema(config: dict[str, Any]) -> None:
+def test_configs_that_load_match_the_json_schema(config: dict[str, Any]) -> None:
     run = load_config(config)
     assert fits(config)
     assert fits(YAML(typ="safe", pure=True).load(dump_config(run)))
@@ -102,7 +102,7 @@ def test_what_the_loader_takes_fits_the_schema(config: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_the_loader_refuses_does_not_fit_the_schema(config: dict[str, Any]) -> None:
+def test_configs_that_are_refused_do_not_match_the_json_schema(config: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         load_config(config)
     assert not fits(config)
@@ -111,5 +111,5 @@ def test_what_the_loader_refuses_does_not_fit_the_schema(config: dict[str, Any])
 @pytest.mark.parametrize(
     "example", sorted((docs.FOLDER.parent / "examples").glob("*.yaml")), ids=lambda path: path.name
 )
-def test_the_examples_fit_the_schema(example: Path) -> None:
+def test_the_examples_match_the_json_schema(example: Path) -> None:
     assert fits(YAML(typ="safe", pure=True).load(example.read_text()))

@@ -1,4 +1,4 @@
-"""From YAML and overrides to a RunConfig: what is read as what, and what is said when it is wrong."""
+"""Loading a config from YAML and overrides, and the error messages."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def problem(source: object, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_four_keys_are_a_run() -> None:
+def test_four_keys_are_enough() -> None:
     run = load_config(SMALLEST)
     assert run.data.train[0].path == "a.jsonl"
     assert run.rows_per_step == 2
 
 
-def test_ten_keys_of_a_first_run(tmp_path: Path) -> None:
+def test_the_ten_keys_of_a_first_run(tmp_path: Path) -> None:
     run = load_config(
         write(
             tmp_path,
@@ -60,10 +60,8 @@ def test_ten_keys_of_a_first_run(tmp_path: Path) -> None:
     assert run.schedule.total_steps(steps_per_epoch=7) == 7
 
 
-# CASES 29: `1e-5` was a string, `no` became False.
-
-
-def test_yaml_numbers_and_booleans_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+def test_numbers_and_booleans_follow_yaml_1_2(tmp_path: Path) -> None:
+    """In YAML 1.1, `1e-5` would be a string and `no` would be False."""
     text = """
         model: {path: no}
         data: {train: on.jsonl, packing: false}
@@ -99,16 +97,13 @@ def test_yaml_numbers_and_booleans_are_those_of_yaml_1_2(tmp_path: Path) -> None
         ("--memory.gradient_plane=false", "cannot be false: clipping needs it"),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(override: str, message: str) -> None:
+def test_a_wrong_value_is_refused_with_its_key(override: str, message: str) -> None:
     text = problem(SMALLEST, override)
     assert text.startswith(override.partition("=")[0])
     assert message in text
 
 
-# CASES 30: a misspelt key was silently ignored.
-
-
-def test_a_misspelt_key_is_an_error_with_line_and_suggestion(tmp_path: Path) -> None:
+def test_a_misspelt_key_is_an_error_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
     text = """\
         model: {path: m}
         data:
@@ -146,7 +141,7 @@ def test_suggestions(wrong: str, meant: str | None) -> None:
     assert suggest_key(wrong) == meant
 
 
-def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_in_file_order(tmp_path: Path) -> None:
     text = """\
         model: {path: m, init: randm}
         data: {train: [{path: a, weight: -1}], max_tokens: 0}
@@ -169,13 +164,13 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
     ]
 
 
-def test_a_missing_key_says_what_belongs_there() -> None:
+def test_a_missing_key_is_described() -> None:
     text = problem({**SMALLEST, "batch": None})
     assert "batch.tokens_per_step: missing; tokens per optimizer step" in text
     assert "run: missing; a section with dir" in problem({key: SMALLEST[key] for key in ("model", "data", "batch")})
 
 
-def test_tokens_per_step_must_hold_whole_rows() -> None:
+def test_tokens_per_step_must_be_whole_rows() -> None:
     text = problem(SMALLEST, "--batch.tokens_per_step", "5000")
     assert text.startswith("--batch.tokens_per_step: must be a multiple of data.max_tokens (2048)")
     assert "4096 or 6144" in text
@@ -192,7 +187,7 @@ def test_tokens_per_step_must_hold_whole_rows() -> None:
         (b"model: {path: \xff}\n", "not UTF-8"),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+def test_files_that_are_not_a_config(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     assert message in problem(path)
@@ -203,7 +198,7 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     assert "cannot be read" in problem(tmp_path)
 
 
-def test_overrides_in_all_spellings() -> None:
+def test_overrides_can_be_written_in_several_ways() -> None:
     words = "--optim.learning_rate 2e-5 --optim.weight-decay=0.2 schedule.steps=3 --data.packing --run.dir 2024 --model.path no"
     run = load_config(SMALLEST, words.split())
     assert run.optim.learning_rate == 2e-5
@@ -239,14 +234,14 @@ def test_an_override_without_a_value_is_refused() -> None:
     assert "has no value" in problem(SMALLEST, "--optim.learning_rate", "--data.packing", "true")
 
 
-def test_words_that_are_no_overrides_are_left_alone() -> None:
+def test_words_that_are_not_overrides_are_left_alone() -> None:
     words = ["run.yaml", "--resume", "auto", "--checkpoint", "x/y", "--model=5", "--run.seed", "3", "--help"]
     overrides, rest = split_overrides(words)
     assert [override.flag for override in overrides] == ["--run.seed"]
     assert rest == ["run.yaml", "--resume", "auto", "--checkpoint", "x/y", "--model=5", "--help"]
 
 
-def test_an_unknown_override_is_an_unknown_key() -> None:
+def test_an_unknown_override_is_reported_as_an_unknown_key() -> None:
     assert problem(SMALLEST, "--optim.learnig_rate", "1") == (
         '--optim.learnig_rate: unknown key; did you mean "optim.learning_rate"?'
     )
@@ -276,7 +271,7 @@ configs = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(configs)
-def test_the_resolved_config_reads_back_as_itself(tmp_path_factory: pytest.TempPathFactory, run: RunConfig) -> None:
+def test_a_dumped_config_loads_back_equal(tmp_path_factory: pytest.TempPathFactory, run: RunConfig) -> None:
     path = tmp_path_factory.mktemp("round") / "config.yaml"
     path.write_text(dump_config(run), encoding="utf-8")
     assert load_config(path) == run

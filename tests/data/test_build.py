@@ -1,4 +1,4 @@
-"""Stores are built once, whole or not at all, and count what they cannot use (case 34)."""
+"""Token stores are built once, completely or not at all, and count the samples they reject."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _document(store: TokenStore, sample: int) -> list[int]:
     return store.tokens[begin : begin + store.lengths[sample]].tolist()
 
 
-def test_documents_end_in_eos_and_begin_with_bos_if_the_tokenizer_adds_it(tmp_path: Path) -> None:
+def test_documents_end_with_eos_and_begin_with_bos_if_the_tokenizer_adds_it(tmp_path: Path) -> None:
     file = _jsonl(tmp_path / "a.jsonl", [{"text": "The dog"}, {"text": "<|begin|>The fox"}])
     for adds_bos in (False, True):
         built = _Built(tmp_path / "cache", adds_bos=adds_bos)
@@ -64,11 +64,10 @@ def test_documents_end_in_eos_and_begin_with_bos_if_the_tokenizer_adds_it(tmp_pa
         bare = built.tokenizer(["The dog", "The fox"], add_special_tokens=False)["input_ids"]
         bos, eos = built.tokenizer.bos_token_id, built.tokenizer.eos_token_id
         assert _document(store, 0) == [*([bos] if adds_bos else []), *bare[0], eos]
-        assert _document(store, 1) == [bos, *bare[1], eos], "case 35: a text's own BOS gets no second one"
+        assert _document(store, 1) == [bos, *bare[1], eos], "a text with its own BOS gets no second one"
 
 
-def test_a_long_text_has_the_ids_of_the_whole(tmp_path: Path) -> None:
-    """It is tokenized in pieces, cut where tokens begin anyway."""
+def test_a_long_text_is_tokenized_in_pieces_with_the_ids_of_the_whole(tmp_path: Path) -> None:
     text = "The lazy dog jumps, and the quick fox\ndoes not care. " * 3000
     (tmp_path / "a.txt").write_text(text)
     _jsonl(tmp_path / "a.jsonl", [{"text": text}])
@@ -79,7 +78,7 @@ def test_a_long_text_has_the_ids_of_the_whole(tmp_path: Path) -> None:
     assert stores[0].hashes.tolist() == stores[1].hashes.tolist(), "the same content, however it was read"
 
 
-def test_prompt_and_completion_are_one_text_of_which_the_end_is_trained(tmp_path: Path) -> None:
+def test_prompt_and_completion_are_joined_and_only_the_completion_is_trained(tmp_path: Path) -> None:
     file = _jsonl(tmp_path / "a.jsonl", [{"prompt": "one two ", "completion": "<|pad|>three"}])
     built = _Built(tmp_path / "cache", adds_bos=True)
     store = built.open(file)
@@ -90,7 +89,7 @@ def test_prompt_and_completion_are_one_text_of_which_the_end_is_trained(tmp_path
     assert ids[0] == built.tokenizer.bos_token_id
 
 
-def test_prompts_that_are_texts_see_no_template_and_messages_do_and_both_are_said(tmp_path: Path) -> None:
+def test_string_prompts_skip_the_template_and_message_prompts_use_it(tmp_path: Path) -> None:
     messages = {"q": [{"role": "user", "content": "hi"}], "a": [{"role": "assistant", "content": "ho"}]}
     file = _jsonl(tmp_path / "a.jsonl", [{"q": "hi ", "a": "ho"}, messages, messages])
     columns = {"prompt": "q", "completion": "a"}
@@ -116,7 +115,7 @@ def test_prompts_that_are_texts_see_no_template_and_messages_do_and_both_are_sai
     assert plain.lines[1].endswith("as text, joined as they are"), "there is no template to speak of"
 
 
-def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_token_samples_are_stored_unchanged(tmp_path: Path) -> None:
     built = _Built(tmp_path / "cache")
     stream = built.open(_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 6]}, {"input_ids": [7]}]))
     assert (stream.kind, stream.tokens.tolist(), stream.lengths.tolist()) == ("stream", [5, 6, 7], [2, 1])
@@ -153,7 +152,7 @@ def test_a_second_build_comes_from_the_cache_until_anything_changes(tmp_path: Pa
     assert not touched.from_cache
 
 
-def test_a_damaged_store_is_built_again(tmp_path: Path) -> None:
+def test_a_damaged_store_is_rebuilt(tmp_path: Path) -> None:
     file = _jsonl(tmp_path / "a.jsonl", [_chat()] * 3)
     store = _Built(tmp_path / "cache").open(file)
     want = store.tokens.tolist()
@@ -164,7 +163,7 @@ def test_a_damaged_store_is_built_again(tmp_path: Path) -> None:
     assert not again.from_cache
 
 
-def test_a_failed_build_leaves_nothing_and_a_killed_ones_rest_is_removed(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_nothing_and_leftovers_of_a_killed_one_are_removed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(UserError):
         _Built(cache).open(_jsonl(tmp_path / "bad.jsonl", [{"text": ""}]))
@@ -179,8 +178,8 @@ def test_a_failed_build_leaves_nothing_and_a_killed_ones_rest_is_removed(tmp_pat
     assert other.exists(), "another machine may be at work there"
 
 
-def test_two_runs_at_once_build_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is of an open file, not of a process, so that threads stand in for runs."""
+def test_concurrent_runs_build_a_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock belongs to an open file, not to a process, so threads can stand in for runs."""
     file = _jsonl(tmp_path / "a.jsonl", [_chat(f"answer {i}") for i in range(30)])
     runs = [_Built(tmp_path / "cache") for _ in range(3)]
     write, builds = build._SourceBuild.write, []
@@ -222,7 +221,6 @@ def test_without_locks_the_first_to_rename_wins(tmp_path: Path, monkeypatch: pyt
 
 
 def test_rejects_are_counted_by_reason_with_their_places(tmp_path: Path) -> None:
-    """Case 34."""
     rows: list[Any] = [_chat()] * 400
     rows[6] = {"messages": [{"role": "usr", "content": "hi"}]}
     rows[16] = rows[26] = _chat("")
@@ -237,7 +235,6 @@ def test_rejects_are_counted_by_reason_with_their_places(tmp_path: Path) -> None
 
 
 def test_more_than_the_allowed_share_of_rejects_is_an_error(tmp_path: Path) -> None:
-    """Case 34."""
     file = _jsonl(tmp_path / "a.jsonl", [_chat()] * 98 + [_chat("")] * 2)
     with pytest.raises(
         UserError, match=r"(?s)2 of 100 samples cannot be used \(2.0%; 1.0% allowed\).*a.jsonl:99.*0.02"
@@ -245,16 +242,16 @@ def test_more_than_the_allowed_share_of_rejects_is_an_error(tmp_path: Path) -> N
         _Built(tmp_path / "cache").open(file)
     assert len(_Built(tmp_path / "cache", allow=0.02).open(file)) == 98
     with pytest.raises(UserError, match="2 of 100"):
-        _Built(tmp_path / "cache").open(file)  # what was allowed before is in the cache, and still an error
+        _Built(tmp_path / "cache").open(file)  # cached under a higher limit, and still an error
 
 
-def test_a_source_that_is_plainly_wrong_is_given_up_early(tmp_path: Path) -> None:
+def test_a_plainly_wrong_source_is_refused_early(tmp_path: Path) -> None:
     file = _jsonl(tmp_path / "a.jsonl", [_chat("")] * (3 * EARLY_CHECK))
     with pytest.raises(UserError, match=f"{EARLY_CHECK} of {EARLY_CHECK} samples"):
         _Built(tmp_path / "cache").open(file)
 
 
-def test_what_a_template_refuses_is_a_reject(tmp_path: Path) -> None:
+def test_a_conversation_the_template_refuses_is_rejected(tmp_path: Path) -> None:
     two_users = {"messages": [{"role": "user", "content": "a"}, *_chat()["messages"]]}
     file = _jsonl(tmp_path / "a.jsonl", [_chat(), two_users])
     built = _Built(tmp_path / "cache", tiny.ALTERNATING, allow=0.5)
@@ -274,7 +271,7 @@ def test_empty_files_are_errors(tmp_path: Path, rows: list[str]) -> None:
         _Built(tmp_path / "cache").open(_jsonl(tmp_path / "a.txt", rows))
 
 
-def test_nothing_left_is_an_error_even_if_rejects_are_allowed(tmp_path: Path) -> None:
+def test_a_source_without_usable_samples_is_an_error_even_if_rejects_are_allowed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of 1 samples can be used"):
         _Built(tmp_path / "cache", allow=1.0).open(_jsonl(tmp_path / "a.jsonl", [_chat("")]))
 
@@ -287,8 +284,7 @@ def test_folders_may_not_mix_text_and_chats(tmp_path: Path) -> None:
         _Built(tmp_path / "cache").open(tmp_path / "data")
 
 
-def test_templates_that_end_no_turn_or_double_bos_are_errors(tmp_path: Path) -> None:
-    """Cases 31 and 35."""
+def test_templates_without_an_end_of_turn_or_with_two_bos_are_errors(tmp_path: Path) -> None:
     file = _jsonl(tmp_path / "a.jsonl", [_chat()])
     with pytest.raises(
         UserError, match=r"a.jsonl:1: the chat template of tiny writes no special token after an answer"
@@ -298,7 +294,7 @@ def test_templates_that_end_no_turn_or_double_bos_are_errors(tmp_path: Path) -> 
         _Built(tmp_path / "cache", "{{ bos_token }}" + tiny.HEADERS_WITH_BOS).open(file)
 
 
-def test_rewritten_history_is_told(tmp_path: Path) -> None:
+def test_rewritten_history_is_logged(tmp_path: Path) -> None:
     long = {"messages": _chat()["messages"] * 2}
     built = _Built(tmp_path / "cache", tiny.THINKING)
     store = built.open(_jsonl(tmp_path / "a.jsonl", [long, _chat()]))

@@ -1,4 +1,4 @@
-"""docs/data.md names everything that can be read."""
+"""docs/data.md lists everything that can be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.data.sources import COMPRESSED_SUFFIXES, RECORD_SUFFIXES, TEXT_SU
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 
 
-def test_every_format_has_its_row_with_its_columns() -> None:
+def test_every_format_is_listed_with_its_columns() -> None:
     for name, format in FORMATS.items():
         row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{name}` |"))
         if name != "lines":  # takes what `text` takes, from plain text
@@ -20,11 +20,11 @@ def test_every_format_has_its_row_with_its_columns() -> None:
                 assert column in row, (name, column)
 
 
-def test_every_format_can_be_set_by_hand() -> None:
+def test_every_format_can_be_set_in_the_config() -> None:
     assert set(get_args(SourceConfig.model_fields["format"].annotation)) == {"auto", *FORMATS}
 
 
-def test_every_suffix_is_named() -> None:
+def test_every_suffix_is_listed() -> None:
     for suffix in (*RECORD_SUFFIXES, TEXT_SUFFIX):
         assert suffix.removeprefix(".") in TEXT
     for suffix in COMPRESSED_SUFFIXES:

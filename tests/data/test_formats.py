@@ -1,4 +1,4 @@
-"""Records become samples; what is wrong with one is said in words that can be counted."""
+"""Records become samples; a faulty record is rejected with a reason that can be counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _chat(*turns: dict[str, Any], **more: Any) -> ChatSample:
         ({"input_ids": [1, 2], "labels": [-100, 2]}, "tokens", "samples"),
     ],
 )
-def test_the_format_is_found_from_the_columns(record: dict, name: str, kind: str) -> None:
+def test_the_format_is_detected_from_the_columns(record: dict, name: str, kind: str) -> None:
     reading = find_reading([record], "auto", {}, "file")
     assert (reading.name, reading.kind) == (name, kind)
 
@@ -84,7 +84,7 @@ def test_columns_map_the_formats_names_to_the_files() -> None:
         ),
     ],
 )
-def test_columns_that_fit_nothing_are_an_error_with_a_remedy(
+def test_columns_that_fit_no_format_are_an_error_with_a_remedy(
     record: dict, format: str, columns: dict, said: str
 ) -> None:
     with pytest.raises(UserError, match=f"^file: .*{said}"):
@@ -111,14 +111,14 @@ def test_content_parts_are_joined_by_kind() -> None:
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
 
 
-def test_flags_are_taken_from_the_messages_and_not_shown_to_the_template() -> None:
+def test_training_flags_are_read_from_messages_and_hidden_from_the_template() -> None:
     turns = [{**TURNS[0], "loss_weight": 0.0}, {**TURNS[1], "weight": 1}, TURNS[0], {**TURNS[1], "train": False}]
     sample = _chat(*turns)
     assert sample.flags == (False, True, None, False)
     assert all(set(message) == {"role", "content"} for message in sample.messages)
 
 
-def test_tools_and_calls_are_objects_for_the_template_and_nulls_are_gone() -> None:
+def test_the_template_gets_tools_and_calls_as_objects_without_nulls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 2}'}}
     sample = _chat(
         TURNS[0],
@@ -136,7 +136,7 @@ def test_tools_and_calls_are_objects_for_the_template_and_nulls_are_gone() -> No
     assert sample.tools == [{"type": "function", "function": {"name": "f"}}]
 
 
-def test_sharegpt_words_become_roles() -> None:
+def test_sharegpt_names_become_roles() -> None:
     turns = [("human", "hi"), ("function_call", '{"name": "f", "arguments": {}}'), ("observation", "4"), ("gpt", "ho")]
     record = {"conversations": [{"from": who, "value": what} for who, what in turns], "system": "Be brief"}
     sample = _sample(record)
@@ -151,7 +151,7 @@ def test_prompt_and_completion_are_strings_or_messages() -> None:
     assert _sample({"prompt": "[1] says", "completion": "[2]"}) == PromptSample("[1] says", "[2]")
 
 
-def test_labels_say_which_tokens_are_trained() -> None:
+def test_labels_select_the_trained_tokens() -> None:
     assert _sample({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}) == TokenSample([5, 6, 7], [False, True, True])
 
 
@@ -186,8 +186,7 @@ def test_labels_say_which_tokens_are_trained() -> None:
         ({"input_ids": [1, 2], "labels": [-100, 3]}, "labels differ from input_ids where they are not -100"),
     ],
 )  # fmt: skip
-def test_faults_of_one_sample_are_rejections_with_a_reason(record: dict, reason: str) -> None:
-    """Case 34."""
+def test_a_faulty_sample_is_rejected_with_a_reason(record: dict, reason: str) -> None:
     with pytest.raises(SampleRejected) as caught:
         _sample(record)
     assert str(caught.value).startswith(reason)

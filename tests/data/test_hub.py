@@ -1,4 +1,4 @@
-"""Data sets of the hub: from the local caches, never from the network."""
+"""Hub datasets are read from the local caches, never from the network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches, an empty current folder, and no network."""
+    """Empty caches, an empty current directory, and no network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     (tmp_path / "here").mkdir()
@@ -54,7 +54,7 @@ def found(cache: Path, hub_id: str = "org/some-set", **words: str) -> list[str]:
 LINE = '{"text": "the quick brown fox"}\n'
 
 
-def test_a_data_set_in_the_cache_trains_as_a_file_does(cache: Path) -> None:
+def test_a_cached_dataset_is_read_like_a_file(cache: Path) -> None:
     snapshot(
         cache, {"data/train-00000-of-00001.jsonl": LINE * 5, "data/test-00000-of-00001.jsonl": LINE, "README.md": ""}
     )
@@ -66,7 +66,7 @@ def test_a_data_set_in_the_cache_trains_as_a_file_does(cache: Path) -> None:
     assert rows.stats.samples == 1
 
 
-def test_splits_by_the_names_of_files(cache: Path) -> None:
+def test_file_names_decide_the_split(cache: Path) -> None:
     snapshot(
         cache,
         {
@@ -81,12 +81,12 @@ def test_splits_by_the_names_of_files(cache: Path) -> None:
     assert found(cache, split="validation") == ["dev.jsonl"]
 
 
-def test_files_without_a_word_are_train(cache: Path) -> None:
+def test_files_without_a_split_word_are_train(cache: Path) -> None:
     snapshot(cache, {"alpaca_data.json": "[]", ".hidden.json": "[]", "code.py": ""})
     assert found(cache) == ["alpaca_data.json"]
 
 
-def test_the_front_matter_decides(cache: Path) -> None:
+def test_the_readme_front_matter_decides_the_splits(cache: Path) -> None:
     matter = """---
 configs:
 - config_name: en
@@ -108,20 +108,20 @@ text
         found(cache, subset="fr")
 
 
-def test_several_subsets_and_no_default_must_be_chosen(cache: Path) -> None:
+def test_one_of_several_subsets_without_a_default_must_be_chosen(cache: Path) -> None:
     matter = "---\nconfigs:\n- {config_name: a, data_files: a.jsonl}\n- {config_name: b, data_files: b.jsonl}\n---\n"
     snapshot(cache, {"README.md": matter, "a.jsonl": LINE, "b.jsonl": LINE})
     with pytest.raises(UserError, match="several subsets\n  -> set subset to one of a, b"):
         found(cache)
 
 
-def test_a_split_that_is_not_there(cache: Path) -> None:
+def test_a_missing_split_is_an_error_that_lists_the_others(cache: Path) -> None:
     snapshot(cache, {"train.jsonl": LINE, "test.jsonl": LINE})
     with pytest.raises(UserError, match="has no split validation\n  -> set split to one of test, train"):
         found(cache, split="validation")
 
 
-def test_what_the_datasets_library_has_prepared_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_the_datasets_library_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     file = cache / "raw.jsonl"
     file.write_text(LINE * 7)
@@ -138,7 +138,7 @@ def test_what_the_datasets_library_has_prepared_is_read(cache: Path, monkeypatch
         found(cache, "org/OpenOrca", split="test")
 
 
-def test_a_data_set_that_is_not_in_the_cache_is_refused_at_once(cache: Path) -> None:
+def test_a_dataset_that_is_not_cached_is_refused_at_once(cache: Path) -> None:
     with pytest.raises(UserError) as refusal:
         found(cache, "org/other")
     assert str(refusal.value) == (
@@ -147,7 +147,7 @@ def test_a_data_set_that_is_not_in_the_cache_is_refused_at_once(cache: Path) -> 
     )
 
 
-def test_a_path_in_a_folder_that_exists_is_no_id(cache: Path) -> None:
+def test_a_path_in_an_existing_folder_is_not_a_hub_id(cache: Path) -> None:
     Path("data").mkdir()
     Path("data/chat.json").write_text(json.dumps([]))
     with pytest.raises(UserError, match=r"data/chat.jsonl does not exist\n  -> did you mean data/chat.json"):
@@ -156,7 +156,7 @@ def test_a_path_in_a_folder_that_exists_is_no_id(cache: Path) -> None:
         find_files("data/chat.json", "data.train[0]", split="test")
 
 
-def test_a_misspelt_folder_is_a_misspelt_folder(cache: Path) -> None:
+def test_a_path_with_a_misspelt_folder_is_not_taken_for_a_hub_id(cache: Path) -> None:
     Path("data").mkdir()
     with pytest.raises(UserError, match=r"dat/chat\.jsonl does not exist"):
         found(cache, "dat/chat.jsonl")
@@ -173,5 +173,5 @@ def test_a_misspelt_folder_is_a_misspelt_folder(cache: Path) -> None:
         ("./name", False),
     ],
 )
-def test_what_looks_like_an_id(cache: Path, path: str, is_id: bool) -> None:
+def test_which_paths_look_like_hub_ids(cache: Path, path: str, is_id: bool) -> None:
     assert is_hub_id(path) is is_id

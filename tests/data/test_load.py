@@ -1,4 +1,4 @@
-"""From settings to rows."""
+"""From the data section of a config to rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _documents(rows: PackedRows) -> set[str]:
     return {place for row in range(len(rows)) for place in rows.places(row)}
 
 
-def test_text_and_chats_in_one_run(tmp_path: Path) -> None:
+def test_text_and_chats_can_be_mixed_in_a_run(tmp_path: Path) -> None:
     lines: list[str] = []
     paths = (_texts(tmp_path / "a.jsonl", 20), _chats(tmp_path / "b.jsonl", [3, 9, 20, 5] * 5))
     rows, val = _load(tmp_path, *paths, log=lines)
@@ -57,17 +57,15 @@ def test_text_and_chats_in_one_run(tmp_path: Path) -> None:
     assert any(line.startswith("train: 40 samples in ") and "% filled" in line for line in lines)
 
 
-def test_eos_is_a_target_where_it_is_also_the_padding(tmp_path: Path) -> None:
-    """Case 31."""
+def test_eos_is_trained_even_if_it_is_also_the_padding(tmp_path: Path) -> None:
     rows, _ = _load(tmp_path, _chats(tmp_path / "b.jsonl", [3, 4]), pad="<|im_end|>")
     arrays = rows.arrays(range(len(rows)))
     end = tiny.make_tokenizer().eos_token_id
     assert (arrays["labels"] == end).sum() == 2
-    assert (arrays["input_ids"] == end).sum() > 4, "the padding is there, and masked by its place"
+    assert (arrays["input_ids"] == end).sum() > 4, "the padding is there, and masked by position"
 
 
 def test_samples_longer_than_a_row_are_an_error_with_counts_and_the_longest(tmp_path: Path) -> None:
-    """Case 33."""
     paths = _chats(tmp_path / "a.jsonl", [3, 90, 200]), _chats(tmp_path / "b.jsonl", [100, 1])
     with pytest.raises(UserError) as caught:
         _load(tmp_path, *paths)
@@ -80,8 +78,7 @@ def test_samples_longer_than_a_row_are_an_error_with_counts_and_the_longest(tmp_
 
 
 @pytest.mark.parametrize(("overflow", "samples"), [("drop", 1), ("truncate", 3), ("split", 3)])
-def test_the_other_policies_say_what_they_did(tmp_path: Path, overflow: str, samples: int) -> None:
-    """Case 33."""
+def test_the_other_overflow_policies_log_what_they_did(tmp_path: Path, overflow: str, samples: int) -> None:
     lines: list[str] = []
     path = _chats(tmp_path / "a.jsonl", [3, 90, 200])
     rows, _ = _load(tmp_path, path, overflow=overflow, log=lines)
@@ -93,12 +90,12 @@ def test_the_other_policies_say_what_they_did(tmp_path: Path, overflow: str, sam
     assert rows.stats.targets == (rows.arrays(range(len(rows)))["labels"] != -100).sum()
 
 
-def test_nothing_left_is_an_error(tmp_path: Path) -> None:
+def test_dropping_all_samples_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no samples are left for train with overflow: drop"):
         _load(tmp_path, _chats(tmp_path / "a.jsonl", [90, 200]), overflow="drop")
 
 
-def test_documents_of_one_token_are_no_data(tmp_path: Path) -> None:
+def test_documents_of_one_token_cannot_be_trained(tmp_path: Path) -> None:
     one = _write(tmp_path / "a.jsonl", [{"input_ids": [5]}] * 4)
     with pytest.raises(UserError, match=r"no token of train would be trained: its 4 samples have 4 tokens"):
         _load(tmp_path, one)
@@ -106,7 +103,7 @@ def test_documents_of_one_token_are_no_data(tmp_path: Path) -> None:
         _load(tmp_path, _texts(tmp_path / "b.jsonl", 3), val=ValConfig(sources=(SourceConfig(path=one),)))
 
 
-def test_a_wrong_source_is_found_before_the_first_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_sources_are_checked_before_the_first_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = _texts(tmp_path / "a.jsonl", 3)
     bad = _write(tmp_path / "b.jsonl", [{"body": "x"}]), _write(tmp_path / "c.jsonl", [{"headline": "x"}])
     with monkeypatch.context() as patch:
@@ -116,8 +113,8 @@ def test_a_wrong_source_is_found_before_the_first_is_tokenized(tmp_path: Path, m
     assert _load(tmp_path, good, _texts(tmp_path / "d.jsonl", 2))[0].stats.samples == 5
 
 
-def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
-    """More data never moves a sample from one side to the other, nor does its order."""
+def test_the_held_out_fraction_is_stable(tmp_path: Path) -> None:
+    """Neither more data nor another order moves a sample between training and validation."""
     file = tmp_path / "a.jsonl"
     train, val = _load(tmp_path, _texts(file, 300), val=ValConfig(fraction=0.2))
     assert val is not None
@@ -129,7 +126,7 @@ def test_a_stable_fraction_is_held_out(tmp_path: Path) -> None:
     assert {d for d in _documents(more_val) if int(d.rsplit(":", 1)[1]) <= 300} == _documents(val)
 
 
-def test_a_fraction_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_fraction_that_holds_out_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The dog. " * 100)
     with pytest.raises(
         UserError, match=r"data.val.fraction: the data is a single sample, which cannot be split(?s:.*)lines"
@@ -137,7 +134,7 @@ def test_a_fraction_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
         _load(tmp_path, str(tmp_path / "a.txt"), val=ValConfig(fraction=0.01))
 
 
-def test_sources_of_their_own_are_held_out_and_shared_samples_are_told(tmp_path: Path) -> None:
+def test_separate_validation_sources_are_used_and_shared_samples_are_logged(tmp_path: Path) -> None:
     lines: list[str] = []
     train, held = _texts(tmp_path / "a.jsonl", 50), _texts(tmp_path / "b.jsonl", 10, first=45)
     rows, val = _load(tmp_path, train, val=ValConfig(sources=(SourceConfig(path=held),)), log=lines)
@@ -171,7 +168,7 @@ def test_rows_do_not_depend_on_the_cache(tmp_path: Path) -> None:
         ({"max_tokens": 9999}, "data.max_tokens: rows of 9999 tokens are longer than the 512 positions of the model"),
     ],
 )
-def test_errors_say_where(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+def test_errors_name_the_config_key(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     plain = {"train": (SourceConfig(path=_texts(tmp_path / "a.jsonl", 3)),), "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=f"^{said}(?s:.*)\n  -> "):
         load_data(DataConfig(**{"max_tokens": 64, **plain, **settings}), tiny.make_tokenizer(), model_max_length=512)

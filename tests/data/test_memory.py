@@ -1,4 +1,4 @@
-"""Tokenising takes the memory of a batch, however large the files are."""
+"""Tokenizing needs memory for one batch, however large the files are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 WORDS = "the quick brown fox jumps over the lazy dog while nobody looks "
 MOST_GROWTH_MIB = 48
-"""The tokenizer's work on a batch of a megabyte, file buffers, and the rows' index."""
+"""For tokenizing a batch of 1 MB, file buffers, and the index of the rows."""
 
 
 def _growth_mib(folder: Path, kind: str, size_mib: int) -> float:
-    """How far tokenising `size_mib` of data raises the peak of the process above that of tokenising half a MiB, in MiB."""
+    """By how many MiB tokenizing `size_mib` of data raises peak memory above that of tokenizing 0.5 MiB."""
     code = """
         import json, resource, sys
         from pathlib import Path
@@ -27,7 +27,7 @@ def _growth_mib(folder: Path, kind: str, size_mib: int) -> float:
         folder, kind, words, size = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]) << 20
 
         def write(name, size):
-            # pieces of a megabyte: this process must stay small itself
+            # written in pieces, so that this process stays small
             line = words * 20
             with (folder / name).open("w") as file:
                 for _ in range(size // len(line) + 1):
@@ -73,5 +73,5 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str, size_mib:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "prompts"])
-def test_300_mib_take_no_more(tmp_path: Path, kind: str) -> None:
+def test_memory_does_not_grow_with_300_mib(tmp_path: Path, kind: str) -> None:
     assert _growth_mib(tmp_path, kind, 300) < MOST_GROWTH_MIB

@@ -1,4 +1,4 @@
-"""Rows are made of the right tokens, whatever the lengths: compared with slow loops (cases 32 and 33)."""
+"""Rows contain the right tokens for any lengths, compared with slow loops."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_sample_is_packed_once_and_whole(lengths: list[int], seed: int) ->
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=80))
 @settings(max_examples=100, deadline=None)
-def test_best_fit_equals_the_slow_one(lengths: list[int]) -> None:
+def test_best_fit_equals_a_slow_reference(lengths: list[int]) -> None:
     rows: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in rows if sum(row) + length <= 40]
@@ -100,7 +100,7 @@ def test_packing_fills_rows_well_and_by_seed() -> None:
     ],
 )
 def test_too_long_samples_follow_the_policy(overflow: str, pieces: list, lost: int) -> None:
-    """Case 33. Sample 8's last piece and sample 9's first have no target."""
+    """The last piece of sample 8 and the first of sample 9 have no target."""
 
     def targets_in(sample: int, offset: int, length: int) -> int:
         return 0 if (sample, offset) in ((8, 8), (9, 0)) else length
@@ -111,14 +111,14 @@ def test_too_long_samples_follow_the_policy(overflow: str, pieces: list, lost: i
     assert len(one_per_row(got)) == len(pieces)
 
 
-def test_permutations_are_the_same_for_ever() -> None:
-    """The numbers are part of what resuming a run means."""
+def test_permutations_never_change() -> None:
+    """A resumed run must see the same order in every version."""
     assert permutation(8, 3, 1).tolist() == [0, 6, 2, 1, 3, 7, 4, 5]
     assert sorted(permutation(1000, 5).tolist()) == list(range(1000))
     assert permutation(50, 1).tolist() != permutation(50, 2).tolist()
 
 
-def test_fractions_depend_on_each_sample_alone() -> None:
+def test_fractions_depend_on_each_sample_only() -> None:
     hashes = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
     held = in_fraction(hashes, 0.1)
     assert abs(held.mean() - 0.1) < 0.01

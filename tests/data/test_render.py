@@ -1,4 +1,4 @@
-"""Which tokens of a chat are trained, for the kinds of template that checkpoints have (cases 31 and 35)."""
+"""Which tokens of a chat are trained, for the kinds of chat template found in checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sample(turns: list[tuple[str, str]], flags: list[bool | None] | None = None
 def _trained(
     tokenizer: PreTrainedTokenizerFast, sample: ChatSample, train_on: str = "assistant"
 ) -> list[tuple[list[int], np.ndarray]]:
-    """(ids, mask) of each text that the sample becomes."""
+    """(ids, mask) of each text that the sample is rendered to."""
     texts = ChatRenderer(tokenizer, None, train_on).render(sample)
     return [(ids.tolist(), mask) for ids, mask in Encoder(tokenizer).masked_ids(texts)]
 
@@ -41,8 +41,8 @@ def _trained_text(tokenizer: PreTrainedTokenizerFast, sample: ChatSample, train_
 
 
 @pytest.mark.parametrize("template", [tiny.CHATML, tiny.CHATML_TAGGED, tiny.CHATML_TAGGED_SHORT])
-def test_answers_are_trained_with_the_token_that_ends_them_and_nothing_else_is(template: str) -> None:
-    """Case 31. Compared with the turns tokenised one by one, which special tokens at their borders make equal."""
+def test_exactly_the_answers_and_their_end_tokens_are_trained(template: str) -> None:
+    """Compared with turns tokenized one by one, which special tokens at their borders make equivalent."""
     tokenizer = tiny.make_tokenizer(template)
     ((ids, mask),) = _trained(tokenizer, _sample(CHAT))
     want_ids, want_mask = [], []
@@ -59,7 +59,7 @@ def test_answers_are_trained_with_the_token_that_ends_them_and_nothing_else_is(t
     assert mask.tolist() == want_mask
 
 
-def test_ids_are_those_of_the_tokenizers_own_rendering() -> None:
+def test_ids_equal_those_of_apply_chat_template() -> None:
     for template in (tiny.CHATML, tiny.CHATML_TAGGED, tiny.HEADERS_WITH_BOS):
         tokenizer = tiny.make_tokenizer(template, adds_bos=True)
         sample = _sample(CHAT)
@@ -67,9 +67,9 @@ def test_ids_are_those_of_the_tokenizers_own_rendering() -> None:
         assert ids == tokenizer.apply_chat_template(sample.messages, return_dict=True)["input_ids"]
 
 
-def test_the_mask_of_marked_words_is_hugging_faces() -> None:
+def test_the_mask_of_generation_blocks_equals_hugging_faces() -> None:
     tokenizer = tiny.make_tokenizer(tiny.CHATML_TAGGED)
-    # Older transformers lose the mask of an answer that begins with a blank.
+    # Older transformers lose the mask of an answer that begins with a space.
     sample = _sample([(role, content.strip()) for role, content in CHAT])
     want = tokenizer.apply_chat_template(sample.messages, return_dict=True, return_assistant_tokens_mask=True)
     ((ids, mask),) = _trained(tokenizer, sample)
@@ -77,8 +77,7 @@ def test_the_mask_of_marked_words_is_hugging_faces() -> None:
     assert mask.tolist() == [bool(flag) for flag in want["assistant_masks"]]
 
 
-def test_bos_of_the_template_gets_no_second_one_from_the_tokenizer() -> None:
-    """Case 35."""
+def test_the_tokenizer_adds_no_second_bos_to_that_of_the_template() -> None:
     tokenizer = tiny.make_tokenizer(tiny.HEADERS_WITH_BOS, adds_bos=True)
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     ((ids, mask),) = _trained(tokenizer, _sample(CHAT))
@@ -87,8 +86,8 @@ def test_bos_of_the_template_gets_no_second_one_from_the_tokenizer() -> None:
     assert not mask[0]
 
 
-def test_eos_is_trained_although_it_is_the_padding_token() -> None:
-    """Case 31: masks go by position."""
+def test_eos_is_trained_even_if_it_is_the_padding_token() -> None:
+    """Masks are by position."""
     tokenizer = tiny.make_tokenizer(tiny.CHATML, pad="<|im_end|>")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     ((ids, mask),) = _trained(tokenizer, _sample(CHAT))
@@ -96,7 +95,7 @@ def test_eos_is_trained_although_it_is_the_padding_token() -> None:
     assert mask[ends].tolist() == [False, True, False, True]
 
 
-def test_last_assistant_and_flags_narrow_what_is_trained() -> None:
+def test_last_assistant_and_flags_restrict_what_is_trained() -> None:
     for template in (tiny.CHATML, tiny.CHATML_TAGGED):
         tokenizer = tiny.make_tokenizer(template)
         assert _trained_text(tokenizer, _sample(CHAT), "last_assistant") == [" Also\n a number <|im_end|>"]
@@ -107,7 +106,7 @@ def test_last_assistant_and_flags_narrow_what_is_trained() -> None:
             _trained(tokenizer, _sample(CHAT, [None, False, None, False]))
 
 
-def test_all_trains_everything_but_messages_flagged_0() -> None:
+def test_train_on_all_trains_everything_except_messages_flagged_0() -> None:
     tokenizer = tiny.make_tokenizer()
     ((_, mask),) = _trained(tokenizer, _sample(CHAT), "all")
     assert mask.all()
@@ -116,8 +115,8 @@ def test_all_trains_everything_but_messages_flagged_0() -> None:
     ]
 
 
-def test_rewritten_history_becomes_a_text_for_each_turn() -> None:
-    """Every answer is trained with its thoughts, behind the history as the model will see it."""
+def test_rewritten_history_becomes_one_text_per_turn() -> None:
+    """Every answer is trained with its reasoning, after the history as the model will see it."""
     tokenizer = tiny.make_tokenizer(tiny.THINKING)
     sample = _sample(CHAT)
     sample.messages[1]["reasoning_content"] = "easy"
@@ -135,15 +134,15 @@ def test_rewritten_history_becomes_a_text_for_each_turn() -> None:
     ]
 
 
-def test_turns_without_a_question_between_them_share_a_text() -> None:
-    """Thoughts stay within one answer's tool calls, so that nothing is rewritten there."""
+def test_turns_without_a_question_in_between_share_a_text() -> None:
+    """Reasoning is kept between the tool calls of one answer, so nothing is rewritten there."""
     tokenizer = tiny.make_tokenizer(tiny.THINKING)
     sample = _sample([("user", "one?"), ("assistant", "call"), ("tool", "1"), ("assistant", "It is 1")])
     assert len(_trained_text(tokenizer, sample)) == 1
     assert _trained_text(tokenizer, sample)[0].count("<think>") == 2
 
 
-def test_a_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() -> None:
+def test_a_generation_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() -> None:
     tokenizer = tiny.make_tokenizer(tiny.OPENED_THOUGHT)
     renderer = ChatRenderer(tokenizer, None, "assistant")
     assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
@@ -156,21 +155,19 @@ def test_a_template_without_a_generation_prompt_does_not_train_headers() -> None
     assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
 
 
-def test_a_template_that_marks_no_word_is_an_error_that_names_it() -> None:
-    """Case 31."""
+def test_a_template_with_empty_generation_blocks_is_an_error() -> None:
     tokenizer = tiny.make_tokenizer(tiny.CHATML_TAGGED_WRONG)
     with pytest.raises(UserError, match="the chat template of tiny marks no token"):
         _trained(tokenizer, _sample(CHAT))
 
 
-def test_a_turn_that_no_token_ends_is_an_error_that_names_the_template() -> None:
-    """Case 31."""
+def test_a_template_without_an_end_of_turn_is_an_error() -> None:
     with pytest.raises(UserError, match="the chat template of tiny writes no special token after an answer"):
         _trained(tiny.make_tokenizer(tiny.NO_TURN_END), _sample(CHAT))
 
 
-def test_a_token_of_the_next_turn_that_ends_an_answer_is_trained_behind_every_answer() -> None:
-    """Case 31, where the template writes nothing of the answer's own."""
+def test_if_the_next_turns_token_ends_answers_it_is_trained_after_every_answer() -> None:
+    """For templates that write no end of turn."""
     tokenizer = tiny.make_tokenizer(tiny.NEXT_TURN_ENDS)
     renderer = ChatRenderer(tokenizer, None, "assistant")
     assert _trained_text(tokenizer, _sample(CHAT)) == ["A number.<|user|> |  Also\n a number <|user|>"]
@@ -186,7 +183,7 @@ def test_a_token_of_the_next_turn_that_ends_an_answer_is_trained_behind_every_an
     assert any("only with the <|user|> of the next turn" in note for note in renderer.take_notes())
 
 
-def test_words_that_the_template_leaves_out_are_told() -> None:
+def test_text_that_the_template_leaves_out_is_logged() -> None:
     sample = _sample([("user", "one?"), ("assistant", "<think>hm</think> A number.")])
     for template, told in ((tiny.CHATML, False), (tiny.NO_THOUGHTS, True)):
         renderer = ChatRenderer(tiny.make_tokenizer(template), None, "assistant")
@@ -195,14 +192,14 @@ def test_words_that_the_template_leaves_out_are_told() -> None:
 
 
 @pytest.mark.parametrize("template", [tiny.TEXT_CALLS, tiny.OBJECT_CALLS])
-def test_arguments_of_calls_come_as_the_template_takes_them(template: str) -> None:
+def test_tool_call_arguments_have_the_form_the_template_accepts(template: str) -> None:
     sample = _sample([("user", "one?"), ("assistant", "call"), ("tool", "1"), ("assistant", "It is 1")])
     sample.messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     trained = _trained_text(tiny.make_tokenizer(template), sample)[0].replace(" ", "")
     assert trained.startswith('call{"x":1}<|im_end|>')
 
 
-def test_a_template_that_renders_turns_unlike_their_prompts_is_an_error_that_names_it() -> None:
+def test_a_template_whose_turns_do_not_extend_their_prompts_is_an_error() -> None:
     template = "{{ messages | length }}" + tiny.CHATML
     with pytest.raises(UserError, match="the chat template of tiny renders an assistant message differently"):
         _trained(tiny.make_tokenizer(template), _sample(CHAT))
@@ -225,13 +222,13 @@ def test_a_template_file_replaces_the_tokenizers(tmp_path: Any) -> None:
         ChatRenderer(tiny.make_tokenizer(None), str(tmp_path / "gone.jinja"), "assistant")
 
 
-def test_what_the_template_refuses_is_rejected_with_its_words() -> None:
+def test_a_refusal_of_the_template_rejects_the_sample_with_its_message() -> None:
     tokenizer = tiny.make_tokenizer(tiny.ALTERNATING)
     with pytest.raises(SampleRejected, match=r"the chat template refuses it \(Conversation roles must alternate"):
         _trained(tokenizer, _sample([("user", "a"), ("user", "b"), ("assistant", "c")]))
 
 
-def test_a_token_across_the_border_of_prompt_and_answer_is_the_prompts() -> None:
+def test_a_token_across_the_border_of_prompt_and_answer_belongs_to_the_prompt() -> None:
     tokenizer = tiny.make_tokenizer()
     encoder = Encoder(tokenizer)
     text = "user: the capital<|im_end|>"
@@ -242,7 +239,7 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_the_prompts() -> None
     assert encoder.take_notes() == ["1 answer begins in the middle of a token; that token is not trained"]
 
 
-def test_plain_text_ids_are_the_tokenizers_own() -> None:
+def test_plain_text_ids_equal_those_of_the_tokenizer() -> None:
     tokenizer = tiny.make_tokenizer(adds_bos=True)
     encoder = Encoder(tokenizer)
     texts = ["The dog.", "", " über 词 \n\n x", "a" * 5000]
@@ -251,8 +248,8 @@ def test_plain_text_ids_are_the_tokenizers_own() -> None:
     assert encoder.suffix == [tokenizer.eos_token_id]
 
 
-def test_a_truncation_in_the_tokenizers_file_is_not_applied() -> None:
-    """Case 33, at its quietest place."""
+def test_truncation_settings_in_the_tokenizer_file_are_ignored() -> None:
+    """They would cut samples silently."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(8)
     assert len(Encoder(tokenizer).ids(["the dog " * 100])[0]) > 100

@@ -1,4 +1,4 @@
-"""Files are found, and every record comes with its place."""
+"""Files are found, and every record has its place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _write_arrow(file: Path, stream: bool) -> Path:
     return file
 
 
-def test_every_type_of_file_gives_the_same_records(tmp_path: Path) -> None:
+def test_all_file_types_give_the_same_records(tmp_path: Path) -> None:
     frames = [zstandard.ZstdCompressor().compress(part.encode()) for part in (JSONL[:5000], JSONL[5000:])]
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=150)
     files = [
@@ -65,7 +65,7 @@ def test_every_type_of_file_gives_the_same_records(tmp_path: Path) -> None:
         assert [record.line for record in _read(file)] == list(range(1, 701)), file.name
 
 
-def test_csv_and_tsv_have_columns_and_lines_of_the_file(tmp_path: Path) -> None:
+def test_csv_and_tsv_rows_have_columns_and_file_lines(tmp_path: Path) -> None:
     file = _write(tmp_path / "a.csv", 'text,n\n"two\nlines",1\nplain,2\nshort\n')
     records = _read(file)
     assert [(r.line, r.value) for r in records[:2]] == [
@@ -99,7 +99,7 @@ def test_a_text_file_is_one_document_however_long(tmp_path: Path) -> None:
     assert "".join(record.value["text"] for record in records if isinstance(record.value, dict)) == text
 
 
-def test_lines_of_a_text_file_are_documents_of_their_own(tmp_path: Path) -> None:
+def test_lines_of_a_text_file_can_be_documents(tmp_path: Path) -> None:
     records = _read(_write(tmp_path / "a.txt", "one\n\ntwo\nthree"), lines=True)
     assert [(r.line, r.value) for r in records] == [(1, {"text": "one"}), (3, {"text": "two"}), (4, {"text": "three"})]
 
@@ -107,7 +107,7 @@ def test_lines_of_a_text_file_are_documents_of_their_own(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.json", "l.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.txt"]
 )
-def test_how_far_a_file_is_read_is_known(name: str, tmp_path: Path) -> None:
+def test_reading_progress_is_known(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     pieces = {
         "a.json": json.dumps(ROWS).encode(), "a.jsonl.gz": gzip.compress(JSONL.encode(), 0),
@@ -158,7 +158,7 @@ def test_globs_read_any_suffix_as_text(tmp_path: Path) -> None:
     assert _values(found[0]) == [{"text": "import sys\n"}]
 
 
-def test_units_say_what_the_number_of_a_place_counts() -> None:
+def test_places_count_lines_or_rows() -> None:
     assert unit_of(Path("a.jsonl.gz")) == unit_of(Path("a.txt")) == unit_of(Path("a.csv")) == "line"
     assert unit_of(Path("a.json")) == unit_of(Path("a.parquet")) == "row"
 
@@ -174,7 +174,7 @@ def test_units_say_what_the_number_of_a_place_counts() -> None:
         ("bad", "no data files in the folder .*: it holds only .png\n  -> megatrain reads json"),
     ],
 )
-def test_missing_files_are_named_with_what_is_near(tmp_path: Path, path: str, said: str) -> None:
+def test_missing_files_are_named_with_suggestions(tmp_path: Path, path: str, said: str) -> None:
     _write(tmp_path / "chat.jsonl", "{}")
     _write(tmp_path / "bad/image.png", b"\x89PNG")
     (tmp_path / "empty").mkdir()

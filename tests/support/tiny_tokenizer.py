@@ -1,4 +1,4 @@
-"""A tokenizer trained on the spot, and the kinds of chat template that checkpoints come with."""
+"""A tiny tokenizer trained on import, and the kinds of chat template found in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""As Qwen 2 and SmolLM write it."""
+"""The template of Qwen 2 and SmolLM."""
 
 CHATML_TAGGED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -26,17 +26,17 @@ CHATML_TAGGED = (
     "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The same with the model's words marked."""
+"""The same with the answers in generation blocks."""
 
 CHATML_TAGGED_SHORT = CHATML_TAGGED.replace(
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
 )
-"""Marked, but the token that ends the turn left out."""
+"""The generation block ends before the end-of-turn token."""
 
 CHATML_TAGGED_WRONG = CHATML_TAGGED.replace("m['role'] == 'assistant'", "m['role'] == 'model'").replace(
     "{% else %}", "{% elif false %}{% generation %}{% endgeneration %}{% else %}"
 )
-"""Marked for a role that no message has."""
+"""The generation block is for a role that no message has."""
 
 THINKING = (
     "{% set last = namespace(query=0) %}"
@@ -47,18 +47,18 @@ THINKING = (
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Drops the thoughts of turns before the last question, as Qwen 3 does."""
+"""Drops the reasoning of turns before the last question, like Qwen 3."""
 
 OPENED_THOUGHT = THINKING.replace(
     "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
 ).replace("'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''")
-"""The prompt opens a thought that the rendered turn does not have, as the R1 distillations do."""
+"""The generation prompt opens a thought that the rendered turn does not have, like the R1 distillations."""
 
 HEADERS_WITH_BOS = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] | trim + '<|im_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
 )
-"""BOS in the template, as Llama 3; its tokenizer adds one too."""
+"""Writes BOS, like Llama 3, whose tokenizer adds one too."""
 
 NO_TURN_END = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -68,25 +68,25 @@ NO_TURN_END = (
 NO_GENERATION_PROMPT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 )
-"""Takes no notice of add_generation_prompt."""
+"""Ignores add_generation_prompt."""
 
 NEXT_TURN_ENDS = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + (('<think>' + m['reasoning_content'] + '</think>') "
     "if m['reasoning_content'] and loop.last else '') + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""No token of its own ends an answer, as GLM 4.5; thoughts of the past are dropped."""
+"""Has no end-of-turn token, like GLM 4.5; past reasoning is dropped."""
 
 NO_THOUGHTS = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
-"""Drops every thought, as the R1 distillations do."""
+"""Drops all reasoning, like the R1 distillations."""
 
 TEXT_CALLS = CHATML.replace(
     "+ m['content'] +", "+ m['content'] + (m['tool_calls'][0]['function']['arguments'] if m['tool_calls'] else '') +"
 )
-"""Joins the arguments of a tool call as text, as DeepSeek's do."""
+"""Concatenates tool call arguments as text, like DeepSeek."""
 
 OBJECT_CALLS = TEXT_CALLS.replace("['arguments'] if", "['arguments'] | tojson if")
-"""Writes them as JSON, as Qwen's."""
+"""Writes tool call arguments as JSON, like Qwen."""
 
 ALTERNATING = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -119,7 +119,7 @@ def _backend(adds_bos: bool) -> str:
 def make_tokenizer(
     template: str | None = CHATML, *, adds_bos: bool = False, pad: str = "<|pad|>"
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 400 tokens. Its name is `tiny`; EOS is `<|im_end|>`."""
+    """A byte-level BPE tokenizer with 400 tokens, called `tiny`; EOS is `<|im_end|>`."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend(adds_bos)),
         bos_token="<|begin|>",

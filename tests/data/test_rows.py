@@ -1,4 +1,4 @@
-"""Batches are a pure function of the step (cases 3 and 22); rows hold documents apart (case 32)."""
+"""Packed rows separate documents; batches are a pure function of the step number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _store(folder: Path, samples: list[list[int]], trained: list[list[int]] | No
 
 
 def _numbered(folder: Path, counts: list[int], weights: list[float]) -> PackedRows:
-    """Groups of rows of one token pair each, the first token telling the row."""
+    """Groups of rows with two tokens each; the first token identifies the row."""
     groups, first = [], 0
     for number, (count, weight) in enumerate(zip(counts, weights, strict=True)):
         store = _store(folder / str(number), [[first + i, 0] for i in range(count)])
@@ -47,8 +47,8 @@ def _seen(loader: StepLoader, step: int) -> list[int]:
     return loader.batch(step)["input_ids"][:, 0].tolist()
 
 
-def test_packed_rows_keep_documents_apart(tmp_path: Path) -> None:
-    """Case 32: positions restart, and no document's first token is a target, trained or not."""
+def test_packed_rows_separate_documents(tmp_path: Path) -> None:
+    """Positions restart, and the first token of a document is never a target."""
     store = _store(tmp_path / "s", [[1, 2, 3], [4, 5, 6, 7], [8, 8]], [[1, 1, 1], [0, 1, 1, 0], [0, 1]])
     segments = Segments(np.array([0, 2, 3]), np.array([0, 1, 2]), np.zeros(3, np.int64), np.array([3, 4, 2]))
     rows = PackedRows((RowGroup("file", 1.0, store, segments, 9, padded=True),), 9, packing=True, pad_id=PAD)
@@ -65,8 +65,8 @@ def test_packed_rows_keep_documents_apart(tmp_path: Path) -> None:
     assert (stats.rows, stats.samples, stats.tokens, stats.padding, stats.targets) == (2, 3, 9, 9, 5)
 
 
-def test_a_stream_document_goes_on_as_a_new_one(tmp_path: Path) -> None:
-    """Case 32: what the row before held cannot be attended to, so that position and target start anew."""
+def test_a_stream_document_continues_in_the_next_row_as_a_new_one(tmp_path: Path) -> None:
+    """The previous row cannot be attended to, so positions restart and the first token is not a target."""
     store = _store(tmp_path / "s", [[1, 2, 3, 4, 5], [6, 7, 8]])
     segments = cut_stream(np.arange(2), store.lengths, 4)
     rows = PackedRows((RowGroup("file", 1.0, store, segments, 4, padded=True),), 4, packing=True, pad_id=PAD)
@@ -93,7 +93,6 @@ def test_unpacked_rows_are_padded_to_the_longest_of_the_batch(tmp_path: Path) ->
 
 
 def test_the_last_partial_step_of_an_epoch_is_kept(tmp_path: Path) -> None:
-    """Case 3."""
     loader = StepLoader(_numbered(tmp_path, [10], [1.0]), rows_per_step=4, seed=0)
     assert loader.steps_per_epoch == 3
     steps = [_seen(loader, step) for step in range(6)]
@@ -103,8 +102,8 @@ def test_the_last_partial_step_of_an_epoch_is_kept(tmp_path: Path) -> None:
     assert [len(batch["labels"]) for batch in loader.epoch(1)] == [4, 4, 2]
 
 
-def test_any_step_is_found_at_once_and_alone_decides_its_batch(tmp_path: Path) -> None:
-    """Case 22: in any order, by a new loader, the same batch."""
+def test_the_step_number_alone_determines_the_batch(tmp_path: Path) -> None:
+    """A new loader gives the same batches in any order."""
     rows = _numbered(tmp_path, [23, 17], [1.0, 0.5])
     want = {step: _seen(StepLoader(rows, 4, seed=7), step) for step in range(40)}
     loader = StepLoader(rows, 4, seed=7)
@@ -114,10 +113,8 @@ def test_any_step_is_found_at_once_and_alone_decides_its_batch(tmp_path: Path) -
     assert want[0] != _seen(StepLoader(rows, 4, seed=8), 0)
 
 
-def test_a_step_in_the_far_future_costs_no_more_than_one_epochs_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Case 22: nothing is skipped through."""
+def test_a_distant_step_costs_no_more_than_ordering_one_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier steps are not iterated over."""
     loader = StepLoader(_numbered(tmp_path, [23], [1.0]), 4, seed=7)
     calls: list[int] = []
     original = loader._order_of
@@ -142,6 +139,6 @@ def test_without_shuffling_rows_come_once_and_in_order(tmp_path: Path) -> None:
     assert [_seen(loader, step) for step in range(loader.steps_per_epoch)] == [[0, 1], [2, 3], [4]]
 
 
-def test_places_of_a_step_name_its_samples(tmp_path: Path) -> None:
+def test_places_name_the_samples_of_a_step(tmp_path: Path) -> None:
     loader = StepLoader(_numbered(tmp_path, [5], [1.0]), 2, seed=0)
     assert loader.places(1) == [f"file.jsonl:{row + 1}" for row in _seen(loader, 1)]
