@@ -13,6 +13,7 @@ from torch import nn
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.engine import batches
+from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
 from megatrain.metrics.spans import Span
@@ -36,6 +37,7 @@ class Engine(ABC):
 
     Args:
         optim: The optimizer, by default `AdamW()`.
+        objective: The loss, by default `CrossEntropy()`.
         seed: Seed of initialisation and dropout.
 
     Attributes:
@@ -50,8 +52,9 @@ class Engine(ABC):
     structure: Structure
     device: torch.device
 
-    def __init__(self, optim: OptimizerSpec | None, seed: int):
+    def __init__(self, optim: OptimizerSpec | None, objective: Objective | None, seed: int):
         self.optim: OptimizerSpec = optim or AdamW()
+        self.objective: Objective = objective or CrossEntropy()
         self.seed = seed
         self.step = 0
         self.updates = 0
@@ -63,7 +66,7 @@ class Engine(ABC):
 
         Args:
             batch: CPU int64 tensors `input_ids`, `labels` (rows, T), -100 = no target, unshifted; optionally `position_ids`,
-                `document_ids`, `attention_mask` (rows, T).
+                `document_ids`, `attention_mask` (rows, T); and the objective's `batch_keys`.
             learning_rate: Learning rate of this step; by default the optimizer's.
 
         Raises:
@@ -185,7 +188,7 @@ class Engine(ABC):
         """The validated batch in the form the engine computes, and its number of target tokens. See `batches.checked`."""
         self._refuse_closed()
         vocabulary = self.config.get_text_config().vocab_size
-        return batches.checked(batch, vocabulary, batches.most_positions(self.config))
+        return batches.checked(batch, vocabulary, batches.most_positions(self.config), self.objective.batch_keys)
 
 
 def check_learning_rate(learning_rate: float | None) -> None:

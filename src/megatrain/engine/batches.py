@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ KEYS = ("input_ids", "labels", "position_ids", "document_ids", "attention_mask")
 
 
 def checked(
-    batch: Mapping[str, torch.Tensor], vocabulary: int, most_positions: int | None = None
+    batch: Mapping[str, torch.Tensor],
+    vocabulary: int,
+    most_positions: int | None = None,
+    more_keys: Sequence[str] = (),
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Validate a batch and bring it to the form the runner takes.
 
@@ -25,22 +28,26 @@ def checked(
         batch: int64 CPU tensors of one shape (rows, T).
         vocabulary: Number of token ids.
         most_positions: Positions that the model knows; None: no limit.
+        more_keys: The objective's `batch_keys`: tensors of any type, of the same shape.
 
     Returns:
-        (`input_ids`, `labels` and where needed `position_ids`, `attention_mask`; number of target tokens).
+        (`input_ids`, `labels`, the objective's tensors and where needed `position_ids`, `attention_mask`; number of target
+        tokens).
     """
-    unknown = [name for name in batch if name not in KEYS]
-    missing = [name for name in ("input_ids", "labels") if batch.get(name) is None]
+    known = dict.fromkeys((*KEYS, *more_keys))
+    unknown = [name for name in batch if name not in known]
+    missing = [name for name in ("input_ids", "labels", *more_keys) if batch.get(name) is None]
     if unknown or missing:
-        raise UserError(f"unknown keys {unknown}, missing keys {missing}", "batch", f"a batch has {', '.join(KEYS)}")
+        raise UserError(f"unknown keys {unknown}, missing keys {missing}", "batch", f"a batch has {', '.join(known)}")
     tensors = {name: tensor for name, tensor in batch.items() if tensor is not None}
     shape = tensors["input_ids"].shape
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.int64 or tensor.shape != shape or tensor.ndim != 2 or tensor.device.type != "cpu":
+        wrong_type = tensor.dtype != torch.int64 and name in KEYS
+        if wrong_type or tensor.shape != shape or tensor.ndim != 2 or tensor.device.type != "cpu":
             raise UserError(
                 f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
                 f"batch[{name!r}]",
-                f"give int64 CPU tensors of one shape (rows, T), like input_ids {tuple(shape)}",
+                f"give {'int64 ' if name in KEYS else ''}CPU tensors of one shape (rows, T), like input_ids {tuple(shape)}",
             )
     if shape[0] == 0 or shape[1] < 2:
         raise UserError(f"has shape {tuple(shape)}", "batch['input_ids']", "at least one row of two tokens is needed")

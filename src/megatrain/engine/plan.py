@@ -102,6 +102,7 @@ class ExecutionPlan:
             first to the second with a warning.
         compute_dtype: `auto` is bf16 on a GPU that computes it, else fp32. fp16 scales the loss dynamically.
         grad_transport: Type in which gradients travel to the host; `auto` is fp32 with fp32 compute, else bf16.
+        attn_implementation: HF's name of an attention implementation; None: sdpa where the family has it.
         compile: `auto` compiles layers on a GPU (a family that cannot be compiled runs eager, with a warning), `on` everywhere.
         threads: AdamW threads; None: the cores this process may use, less one.
         host_gib: Limit on host memory; None: what the system says is available.
@@ -126,6 +127,7 @@ class ExecutionPlan:
     pin: Literal["auto", "all", "staged"] = "auto"
     compute_dtype: Literal["auto", DtypeName] = "auto"
     grad_transport: Literal["auto", "bf16", "fp32"] = "auto"
+    attn_implementation: str | None = None
     compile: Literal["auto", "on", "off"] = "auto"
     threads: int | None = None
     host_gib: float | None = None

@@ -12,7 +12,7 @@ class StepResult:
     """What a training step did.
 
     Attributes:
-        loss: Mean cross entropy over the step's target tokens, None where there were none.
+        loss: Mean loss over the step's target tokens, None where there were none.
         grad_norm: Global norm of the gradients before clipping, None without target tokens.
         tokens: Target tokens.
         skipped: Why no weight was changed, None when the update was launched.
@@ -22,6 +22,7 @@ class StepResult:
         loss_scale: Of this step (fp16), else 1.
         moved_bytes: Copied between host and device for this step: `h2d` (weights, offloaded inputs), `d2h` (gradients, inputs).
         pipeline: What the instruments say, None where they are off.
+        metrics: The objective's metrics, means over the target tokens.
     """
 
     loss: float | None
@@ -32,16 +33,19 @@ class StepResult:
     loss_scale: float = 1.0
     moved_bytes: dict[str, int] = field(default_factory=dict)
     pipeline: PipelineRecord | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Cross entropies of a batch.
+    """Loss of a batch.
 
     Attributes:
         loss_sum: Sum over the target tokens.
         tokens: Target tokens.
+        metric_sums: The objective's metrics, sums over the target tokens.
     """
 
     loss_sum: float
     tokens: int
+    metric_sums: dict[str, float] = field(default_factory=dict)

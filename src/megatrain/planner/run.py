@@ -126,6 +126,7 @@ def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | 
         pin=memory.pin,
         compute_dtype=precision.compute_dtype,
         grad_transport=precision.grad_transport,
+        attn_implementation=run.model.attn_implementation,
         host_gib=None if memory.host_gib == "auto" else memory.host_gib,
         device_gib=None if memory.device_gib == "auto" else memory.device_gib,
     )

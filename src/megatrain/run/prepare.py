@@ -287,7 +287,6 @@ def make_engine(
         init="empty" if not weights else "random" if run.model.init == "random" else None,
         verify="never",  # `prepare` has verified the family
         trust_remote_code=run.model.trust_remote_code,
-        attn_implementation=run.model.attn_implementation,
         debug=Debug(instruments=for_training and run.metrics.instruments),
     )
 

@@ -18,6 +18,7 @@ from megatrain.engine.host.gradients import GradientFlow, Route
 from megatrain.engine.host.optimizer import HostOptimizer
 from megatrain.engine.host.step import StepAborter, StepRunner
 from megatrain.engine.host.weights import UpdateGate, WeightStream
+from megatrain.engine.objective import Objective
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import PinRefused
@@ -36,6 +37,7 @@ class DeviceBuffers:
         streams: The device's streams.
         optimizer: Updates the planes behind the buffers; it stays when they are remade.
         shell: Hugging Face's code around the layers, whose layers call `runner`; it stays, too.
+        objective: The loss.
         aborter: Checked before each visit of a layer.
         plan: Resolved for the model.
         poison: Fill buffers with NaN after their use (tests).
@@ -51,12 +53,13 @@ class DeviceBuffers:
         streams: Streams,
         optimizer: HostOptimizer,
         shell: Shell,
+        objective: Objective,
         aborter: StepAborter,
         plan: ExecutionPlan,
         poison: bool,
     ):
         self.structure, self.store, self.streams, self.shell = shell.structure, store, streams, shell
-        self._optimizer, self._aborter, self._poison = optimizer, aborter, poison
+        self._optimizer, self._objective, self._aborter, self._poison = optimizer, objective, aborter, poison
         self._make(plan)
 
     def _make(self, plan: ExecutionPlan) -> None:
@@ -83,7 +86,7 @@ class DeviceBuffers:
         self.inputs = InputStore(self.streams, frozenset())
         self.follow(plan)
         flows = (self.streams, self.weights, self.gradients, self.inputs)
-        self.runner = StepRunner(self.shell, *flows, plan.compiled, self._aborter)
+        self.runner = StepRunner(self.shell, *flows, self._objective, plan.compiled, self._aborter)
 
     def follow(self, plan: ExecutionPlan) -> None:
         """Use a plan that needs no other buffers from the next step on."""

@@ -40,8 +40,9 @@ from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.host.gradients import Route
 from megatrain.engine.host.instruments import Debug, Instruments
 from megatrain.engine.host.oom import OomRecovery
-from megatrain.engine.host.optimizer import HostOptimizer
+from megatrain.engine.host.optimizer import HostOptimizer, LossScale
 from megatrain.engine.host.step import StepAborter
+from megatrain.engine.objective import Objective
 from megatrain.engine.parity_check import verify_family, verify_packing
 from megatrain.engine.plan import ExecutionPlan, StepShape, device_of
 from megatrain.engine.results import EvalResult, StepResult
@@ -49,7 +50,6 @@ from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.spans import Span
 from megatrain.models.build import refuse_other_config
 from megatrain.models.structure import attention_shape
-from megatrain.optim.scaler import LossScale
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.optim.updater import CpuUpdater
 
@@ -65,12 +65,12 @@ class HostEngine(Engine):
         plan: How steps are computed; by default every unit streams from the host and every layer is recomputed. See
             `megatrain.plan` for one that is made for a machine.
         optim: The optimizer; by default AdamW.
+        objective: The loss; by default cross entropy.
         seed: Seed of initialisation, dropout and router jitter.
         device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`.
         init: `random` initialises from the config alone, by HF's own rules, seeded. `empty` reads no weights: `load` must follow.
         verify: Parity check on a tiny copy before the start: `auto` for a model from a folder, `always`, `never`.
         trust_remote_code: Whether code in the model folder may run.
-        attn_implementation: HF's name of an attention implementation; by default sdpa where the family has it.
         debug: Settings for tests and measurements.
 
     Attributes:
@@ -89,15 +89,15 @@ class HostEngine(Engine):
         plan: ExecutionPlan | None = None,
         *,
         optim: OptimizerSpec | None = None,
+        objective: Objective | None = None,
         seed: int = 0,
         device: str | torch.device = "auto",
         init: Literal["random", "empty"] | None = None,
         verify: Literal["auto", "always", "never"] = "auto",
         trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
         debug: Debug | None = None,
     ):
-        super().__init__(optim, seed)
+        super().__init__(optim, objective, seed)
         for name, value, words in (("init", init, INITS), ("verify", verify, VERIFY)):
             if value not in words:
                 raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, words))}", "HostEngine")
@@ -110,7 +110,7 @@ class HostEngine(Engine):
         device_bytes = limit_device(self.device, plan.device_gib)
 
         # From here on the engine's four parts are made, as docs/design.md lists them: the model taken apart, without weights;
-        parts = dissect_source(model, plan.compute, trust_remote_code, attn_implementation)
+        parts = dissect_source(model, plan.compute, trust_remote_code, plan.attn_implementation)
         self.source_folder, self.config, self.structure = parts.source_folder, parts.config, parts.structure
         self.buffers = parts.buffers
         if verify == "always" or (verify == "auto" and self.source_folder is not None):
@@ -142,10 +142,10 @@ class HostEngine(Engine):
             plan,
             flex=plan.compiled and self._streams.cuda,
             trust_remote_code=trust_remote_code,
-            attention=attn_implementation,
+            attention=plan.attn_implementation,
         )
         self._flows = DeviceBuffers(
-            self.store, self._streams, self._optimizer, shell, self._aborter, plan, debug.poison
+            self.store, self._streams, self._optimizer, shell, self.objective, self._aborter, plan, debug.poison
         )
 
         # OOM recovery and checkpoints.
@@ -192,12 +192,12 @@ class HostEngine(Engine):
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         if self._flows.route is Route.FUSED_UPDATE:
             self._optimizer.coefficients = self.optim.coefficients(self.updates + 1, learning_rate)
-        loss, norm = self._forward_backward(batch, tokens, scale)
+        loss, norm, metrics = self._forward_backward(batch, tokens, scale)
         self.step += 1
         skipped = self._decide(loss, norm)
         if skipped is None:
             self._update(norm, scale, learning_rate)
-        return self._result(batch, tokens, loss, norm, skipped, started)
+        return self._result(batch, tokens, loss, norm, metrics, skipped, started)
 
     def backward(self, batch: Batch) -> StepResult:
         """Gradients of a step, without an update; read them with `named_gradients`."""
@@ -208,8 +208,8 @@ class HostEngine(Engine):
         if tokens == 0:
             return StepResult(None, None, 0, "no target tokens")
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        loss, norm = self._forward_backward(batch, tokens, scale)
-        return self._result(batch, tokens, loss, norm, "gradients only", started)
+        loss, norm, metrics = self._forward_backward(batch, tokens, scale)
+        return self._result(batch, tokens, loss, norm, metrics, "gradients only", started)
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss of a batch in evaluation mode. Changes nothing, also not what later training steps compute."""
@@ -217,10 +217,10 @@ class HostEngine(Engine):
         if tokens == 0:
             return EvalResult(0.0, 0)
         with self.instruments.paused():
-            loss_sum = self._until_it_fits(
-                batch, lambda shape: self._flows.runner.loss(batch, shape).item(), training=False
+            loss_sum, metric_sums, _ = self._until_it_fits(
+                batch, lambda shape: self._flows.runner.loss(batch, shape).wait(), training=False
             )
-        return EvalResult(loss_sum, tokens)
+        return EvalResult(loss_sum, tokens, metric_sums)
 
     def begin_trace(self) -> None:
         """Record visits of layers, too, until `end_trace`."""
@@ -243,26 +243,27 @@ class HostEngine(Engine):
         self._aborter.error = error
         return True
 
-    def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float]:
-        """Loss and gradient norm of the step, both waited for. The gradients are home or on their way."""
+    def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float, dict[str, float]]:
+        """(loss, gradient norm, metrics) of the step, waited for. The gradients are on the host or on their way."""
 
         self._gradient_scale = loss_scale
 
-        def compute(shape: StepShape) -> list[float]:
+        def compute(shape: StepShape) -> tuple[float, float, dict[str, float]]:
             self._flows.reset_counters()
             with self.instruments.step(self.step + 1):
                 with randomness.seeded(self.device, self.seed, self.step):
-                    loss_sum, squares = self._flows.runner.gradients(batch, shape, loss_scale)
-                values = torch.stack([loss_sum, squares.double()]).tolist()  # the step's only synchronisation
+                    sums, on_device = self._flows.runner.gradients(batch, shape, loss_scale)
+                loss, metrics, [squares] = sums.wait(on_device)  # the step's only synchronisation
                 if self._flows.route is not Route.COPY:
                     with self._streams.host_waits("slabs"):
                         self._flows.gradients.settle()
                         if self._flows.route is Route.ACCUMULATE:
-                            values[1] = self._optimizer.squared_norm()
-            return values
+                            squares = self._optimizer.squared_norm()
+            return loss, squares, metrics
 
-        loss_sum, squares = self._until_it_fits(batch, compute, training=True)
-        return loss_sum / tokens, math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
+        loss_sum, squares, metrics = self._until_it_fits(batch, compute, training=True)
+        norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
+        return loss_sum / tokens, norm, {name: value / tokens for name, value in metrics.items()}
 
     def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T], training: bool) -> T:
         """Run `compute` as far as the device has room; see `OomRecovery.until_it_fits`."""
@@ -469,14 +470,21 @@ class HostEngine(Engine):
         return attention_order(shape, tokens, self.plan.compute, self.device)
 
     def _result(
-        self, batch: Batch, tokens: int, loss: float, norm: float, skipped: str | None, started: float
+        self,
+        batch: Batch,
+        tokens: int,
+        loss: float,
+        norm: float,
+        metrics: dict[str, float],
+        skipped: str | None,
+        started: float,
     ) -> StepResult:
         """Of the step that has just been computed on `batch`."""
         seconds, moved = self._flows.seconds(), self._flows.moved_bytes()
         seconds["step"] = time.perf_counter() - started
         shape = self._oom.shape(batch["input_ids"].shape)
         pipeline = self.instruments.record(self._flows, shape, self._oom.changes)
-        return StepResult(loss, norm, tokens, skipped, seconds, self._gradient_scale, moved, pipeline)
+        return StepResult(loss, norm, tokens, skipped, seconds, self._gradient_scale, moved, pipeline, metrics)
 
     def _rearrange(self, plan: ExecutionPlan) -> None:
         """Remake the device buffers for another plan; see `DeviceBuffers.rearrange`. No step is in progress."""

@@ -1,14 +1,17 @@
-"""The optimizer's side of a step: one job per unit in the background, and who must wait for which.
+"""The optimizer's side of a step: a background job per unit, waits for it, and the fp16 loss scale.
 
-Every unit has at most one job that matters: its latest. An update of step n is launched when the norm of step n is known,
-in forward order, and runs under the forward of step n + 1, which waits for a unit's job before it copies that unit's weights.
+The updates of step n are launched in forward order when the norm of step n is known. They run under the forward of step n + 1,
+which waits for a unit's latest job before it copies that unit's weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -20,15 +23,66 @@ from megatrain.optim.spec import OptimizerSpec, Segment, StepCoefficients, segme
 from megatrain.optim.updater import CpuUpdater, cut_pieces
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic fp16 loss scale, with the defaults of torch.amp.GradScaler.
+
+    A step with non-finite gradients is skipped and lowers the scale; `growth_interval` good steps in a row raise it. All factors
+    are powers of two, so scaling and unscaling are exact.
+
+    Attributes:
+        scale: Current factor on the loss; gradients are multiplied by `1 / scale`.
+        good_steps: Good steps since the scale last changed.
+        growth: Factor on the scale after `growth_interval` good steps.
+        backoff: Factor on the scale after a bad step.
+        least, most: Bounds of the scale. If the loss itself overflows, no lower scale helps.
+    """
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+    least: float = 1.0
+    most: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        assert self.growth_interval >= 1, self.growth_interval
+        assert 0.0 < self.backoff < 1.0 < self.growth, (self.backoff, self.growth)
+        assert 0.0 < self.least <= self.scale <= self.most, (self.least, self.scale, self.most)
+        factors = (self.scale, self.growth, self.backoff, self.least, self.most)
+        assert all(math.frexp(factor)[0] == 0.5 for factor in factors), f"not all powers of two: {factors}"
+        assert 0 <= self.good_steps < self.growth_interval, self.good_steps
+
+    def after(self, finite: bool) -> LossScale:
+        """The state after a step whose gradients were all `finite` or not."""
+        if not finite:
+            return replace(self, scale=max(self.scale * self.backoff, self.least), good_steps=0)
+        if self.good_steps + 1 < self.growth_interval:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, scale=min(self.scale * self.growth, self.most), good_steps=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> LossScale:
+        return cls(**state)
+
+
 class HostOptimizer:
-    """AdamW over the host planes. Implements `gradients.SlabJobs`.
+    """Updates all units, on host threads or on the device. Implements `gradients.SlabJobs`.
 
     Args:
-        store: The host planes.
+        store: The planes.
         units: All units, in forward order: the order of updates.
-        frozen: Full names of parameters that never change.
-        optim: Hyper-parameters.
-        updater: The threads.
+        frozen: Full names of parameters that are not updated.
+        optim: The optimizer.
+        updater: The host threads.
+
+    Attributes:
+        coefficients: Numbers of the step for `eat`, set before its backward.
+        saving: The latest save's planes. While it runs, it copies a unit, or delays the update, before the unit changes.
     """
 
     def __init__(
@@ -47,23 +101,18 @@ class HostOptimizer:
         self._jobs: dict[str, Future[None]] = {}
         self.coefficients: StepCoefficients | None = None
         self.saving: HostPlanes | None = None
-        """The latest save's planes: while it runs, an update is held up until its unit is written or copied."""
 
     def compile_kernels(self, gradient: torch.dtype) -> None:
-        """Have the threads compile what updates need while the engine is made and the first step computes. Returns at once.
-
-        Args:
-            gradient: Type of the gradients that AdamW reads.
-        """
+        """Start compiling the host kernel for gradients of this type, so that the first update does not wait. Returns at once."""
         if not all(self._store.units[unit.name].resident for unit in self._units):
             self._updater.submit_compilation(self._optim, "lo" in self._store.dtypes, gradient)
 
     def launch(self, coefficients: StepCoefficients, arrived: Mapping[str, Event]) -> None:
-        """Start the update of every unit from its gradient plane: on threads, or on the compute stream. Returns at once.
+        """Launch the update of every unit from its gradient plane, on threads or on the compute stream. Asynchronous.
 
         Args:
             coefficients: Numbers of this step.
-            arrived: Unit name -> the event behind the copy that fills its gradient plane.
+            arrived: By unit name, the event after the copy into its gradient plane.
         """
         for unit in self._units:
             planes = self._store.units[unit.name]
@@ -72,20 +121,20 @@ class HostOptimizer:
                 if self.saving is not None:
                     self.saving.protect_now(unit.name)
                 self._optim.update_on_device(planes, planes.grad, self._segments[unit.name], coefficients)
-                planes.grad = None  # its memory is used again only by work behind the update on the same stream
+                planes.grad = None  # the allocator reuses its memory for later work on the same stream only
                 continue
             self._protect(unit)
             self._jobs[unit.name] = self._submit_update(unit, planes.grad, coefficients, arrived[unit.name])
 
     def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
-        """Update a unit straight from a slab, with the coefficients set before the backward."""
+        """Launch a unit's update from a gradient slab, with `self.coefficients`."""
         assert self.coefficients is not None
         self._protect(unit)
         job = self._jobs[unit.name] = self._submit_update(unit, slab, self.coefficients, arrived)
         return job
 
     def add(self, unit: Unit, slab: torch.Tensor, first: bool, arrived: Event) -> Future[None]:
-        """Add a slab to the unit's gradient plane, or set the plane to it in the first window of a step."""
+        """Add a slab to the unit's gradient plane; in the `first` accumulation step overwrite the plane."""
         plane = self._store.units[unit.name].grad
         assert plane is not None, unit.name
         if first and plane.dtype == slab.dtype:
@@ -96,39 +145,39 @@ class HostOptimizer:
         return self._updater.submit_add(unit.name, plane, slab, first, arrived.synchronize)
 
     def squared_norm(self) -> float:
-        """Sum of squares over all gradient planes, once the adds launched so far are done. Blocks."""
+        """Sum of squares over all gradient planes, after the adds launched so far. Blocks."""
         sums, on_device = [], []
         for planes in (self._store.units[unit.name] for unit in self._units):
             assert planes.grad is not None, planes.name
             if planes.resident:
-                # fp64 like the host's sum, so that the norm does not depend on where a unit lives.
+                # fp64 like the host's sum: the norm does not depend on where a unit lives.
                 on_device.append(torch.linalg.vector_norm(planes.grad, dtype=torch.float64).square())
             else:
                 sums.append(self._updater.submit_sumsq(planes.name, planes.grad))
         return sum(job.result() for job in sums) + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
     def finished(self, unit_name: str) -> bool:
-        """Whether the unit's masters are at rest. A failed job counts: `wait` raises its error."""
+        """Whether no job works on the unit's masters. A failed job counts as finished: `wait` raises its error."""
         job = self._jobs.get(unit_name)
         return job is None or job.done()
 
     def wait(self, unit_name: str) -> None:
-        """Block until the unit's masters are at rest. The error of its job is raised here, every time."""
+        """Block until the unit's masters are at rest. Raises its job's error, every time."""
         job = self._jobs.get(unit_name)
         if job is not None:
             job.result()
             del self._jobs[unit_name]
 
     def expect(self, jobs: Mapping[str, Future[None]]) -> None:
-        """From now on the units' masters are at rest when these jobs have ended: they are being read from a checkpoint."""
+        """Register jobs that read the units' masters from a checkpoint: from now on `wait` waits for these."""
         self._jobs = dict(jobs)
 
     def forget(self, jobs: Mapping[str, Future[None]]) -> None:
-        """Nobody needs to wait for these jobs any more, nor to hear of their errors."""
+        """Drop jobs: nobody waits for them or gets their errors any more."""
         self._jobs = {name: job for name, job in self._jobs.items() if job is not jobs.get(name)}
 
     def pending(self) -> dict[str, Future[None]]:
-        """Unit name -> the job behind which its masters are at rest, of units that nobody has waited for yet."""
+        """Latest job by unit name, of units that nobody has waited for yet."""
         return dict(self._jobs)
 
     def wait_all(self) -> None:
@@ -154,7 +203,7 @@ class HostOptimizer:
 
 
 def _trained_segments(unit: Unit, frozen: Collection[str], optim: OptimizerSpec) -> list[Segment]:
-    """The parts of a unit's flat range that AdamW changes: runs of entries between frozen ones."""
+    """Segments of a unit that are updated: those of runs of entries between frozen ones."""
     segments: list[Segment] = []
     for is_frozen, run in groupby(unit.layout.entries, lambda entry: unit.prefix + entry.name in frozen):
         if not is_frozen:

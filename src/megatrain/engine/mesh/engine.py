@@ -49,6 +49,7 @@ from megatrain.engine.mesh.state import MeshState, everyone
 from megatrain.engine.mesh.tensor_parallel import parallelize, splits_experts
 from megatrain.engine.mesh.watchdog import unwatched
 from megatrain.engine.mesh.zero_bubble import WeightGradStore
+from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import Aftermath, UserError
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
@@ -73,6 +74,7 @@ class MeshEngine(Engine):
         plan: How the model is spread and run. `layout.shard` is filled in from the number of processes.
         device: This rank's device.
         optim: The optimizer; by default AdamW.
+        objective: The loss: `CrossEntropy`, the default.
         seed: Seed of initialisation and dropout.
         init: `random` initialises from the config alone, by Hugging Face's own rules; `empty` leaves the weights to `load`.
         trust_remote_code: Whether code in the model folder may run.
@@ -97,13 +99,18 @@ class MeshEngine(Engine):
         *,
         device: str | torch.device = "auto",
         optim: OptimizerSpec | None = None,
+        objective: Objective | None = None,
         seed: int = 0,
         init: Literal["random", "empty"] | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         debug: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
-        super().__init__(optim, seed)
+        super().__init__(optim, objective, seed)
+        if type(self.objective) is not CrossEntropy:
+            raise UserError(
+                f"the mesh engine computes cross entropy only, not {self.objective.name}", "objective", "use HostEngine"
+            )
         self.device = launch.device_of_rank(device)
         self.watch: Callable[..., AbstractContextManager[Any]] = unwatched
         self._debug = debug

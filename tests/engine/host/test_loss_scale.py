@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megatrain.optim.scaler import LossScale
+from megatrain.engine.host.optimizer import LossScale
 
 
 def test_the_scale_follows_torch_over_a_random_run() -> None:
