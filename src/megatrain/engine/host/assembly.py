@@ -143,12 +143,11 @@ def make_shell(
     *,
     flex: bool,
     trust_remote_code: bool,
-    attention: str | None,
 ) -> Shell:
     """HF's code around the layers. See `HostEngine` and `Shell`."""
     assert isinstance(plan.activations, Mapping), "not resolved for a model"
     # As it is now: the shell changes the config's implementation for packed rows, and may ask in the middle of a run.
-    attention = attention or parts.config._attn_implementation
+    attention = plan.attn_implementation or parts.config._attn_implementation
     shell = Shell(
         parts.structure,
         device_buffers,

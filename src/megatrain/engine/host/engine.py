@@ -142,7 +142,6 @@ class HostEngine(Engine):
             plan,
             flex=plan.compiled and self._streams.cuda,
             trust_remote_code=trust_remote_code,
-            attention=plan.attn_implementation,
         )
         self._flows = DeviceBuffers(
             self.store, self._streams, self._optimizer, shell, self.objective, self._aborter, plan, debug.poison
