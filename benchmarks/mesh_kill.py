@@ -1,4 +1,4 @@
-"""SIGKILL of one rank under torchrun: the run recovers by itself and ends as one that was never disturbed.
+"""SIGKILL of one rank under torchrun: the run recovers and ends exactly like an undisturbed one.
 
     PYTHONPATH=src:tests/support python benchmarks/mesh_kill.py --out FOLDER [--device cuda] [--steps 300]
 
@@ -35,7 +35,7 @@ def main() -> None:
     folder = tiny_run.prepare(given.out)
     config = tiny_run.config(folder, run={"device": given.device}, schedule={"steps": given.steps})
     del config["run"]["threads"]
-    config["activations"] = {"compile": "off"}  # a start would compile for longer than the run takes
+    config["activations"] = {"compile": "off"}  # compiling would take longer than the run
     config["checkpoint"] = {"every_steps": max(1, given.steps // 6), "keep": None}
     YAML().dump({**config, "engine": "mesh", "parallel": {"shard": 2}}, folder / "run.yaml")
     killed_s, killed_at = disturbed(folder, given)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """torchrun in a session of its own, output into NAME.log."""
+    """Start torchrun in a new session, with its output in NAME.log."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     command = [*torchrun, "-m", "megatrain", "train", str(folder / "run.yaml"), "--resume", "auto"]
     words = ["--run.dir", str(folder / name)]
@@ -64,7 +64,7 @@ def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 
 def disturbed(folder: Path, given: argparse.Namespace) -> tuple[float, int]:
-    """Kill rank 1 in the middle; returns when, and behind which step."""
+    """Kill rank 1 in the middle of a run; returns the time of the kill and the last step before it."""
     run = start(folder, "killed")
     deadline = time.monotonic() + given.limit
     step = 0
@@ -93,7 +93,7 @@ def rank_of(torchrun: int, rank: int) -> int:
 
 
 def first_after(records: list[StepRecord], killed_s: float) -> StepRecord:
-    """The first step of the process that recovered: the first one behind the kill that counts its time from the start."""
+    """The first step of the restarted process: the first record after the kill whose process began after it."""
     return next(r for r in records if r.unix_time_s > killed_s and r.unix_time_s - r.elapsed_s > killed_s)
 
 

@@ -1,13 +1,13 @@
-"""Layouts of the mesh engine on the same batches, one after the other in the same processes; and the host engine's losses.
+"""Layouts of the mesh engine on the same batches, one after the other in the same processes, and the host engine's losses.
 
     torchrun --nproc-per-node 2 benchmarks/mesh_layouts.py --out FOLDER fsdp2 tp2 pp2-1f1b
     python benchmarks/mesh_layouts.py --out FOLDER host         # losses of one process
     python benchmarks/mesh_layouts.py --out FOLDER --table      # what FOLDER/rows.jsonl holds
 
-A row that has begun is never begun again, so that after a crash or a hang (which ends the processes, with all stacks) the same
-command goes on with the row behind it. Random weights of `--shape`, the same for one seed in every layout and both engines.
-Every GPU has `--rows` rows of `--tokens` tokens: two GPUs share 2 x rows, and the host engine has all of them.
-MFU is model FLOPs (no recompute counted; causal attention) per second over `--peak-tflops` per GPU.
+A row that has begun is never started again: after a crash or a hang (which ends the processes, with all stacks) the same command
+continues with the next row. Weights of `--shape` are random, the same in every layout and both engines. Each GPU has `--rows` rows
+of `--tokens` tokens; the host engine runs all rows of two GPUs. MFU is model FLOPs (causal attention, no recompute) per second over
+`--peak-tflops` per GPU.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
 }
-# Microbatches of a step's 8 rows of 4,096 tokens (2 GPUs): activations of 8B are kept, 0.85 GB a layer and 4,096 tokens
-# where layers run eager, and fewer where they are compiled.
+# Microbatches of a step's 8 rows of 4,096 tokens on 2 GPUs: the 8B model keeps its activations, 0.85 GB per layer and 4,096
+# tokens in eager layers, less in compiled ones.
 ROWS: dict[str, tuple[Layout, Literal["on", "off"]]] = {
     "fsdp2": (Layout(shard=2, microbatches=4), "off"),
     "fsdp2-compiled": (Layout(shard=2, microbatches=2), "on"),
@@ -69,7 +69,7 @@ ROWS: dict[str, tuple[Layout, Literal["on", "off"]]] = {
 """Name -> (layout, whether layers are compiled). Nothing is recomputed."""
 OPTIM = AdamW(learning_rate=2e-5, max_grad_norm=1.0)
 LEFT_OVER_BYTES = 4 << 30
-"""More than this left on the device behind a row: the next one gets fresh processes."""
+"""If a row leaves more than this on the device, the next one gets fresh processes."""
 
 
 def main() -> None:
@@ -94,11 +94,11 @@ def main() -> None:
 
 
 def one_row(name: str, given: argparse.Namespace) -> None:
-    """Within its time, or the process ends with the stacks of all threads."""
+    """Run a row within its time limit; else the process ends with the stacks of all threads."""
     rows = Rows(given.out)
     if launch.world_size() > 1:
         launch.join(launch.device_of_rank("auto"))
-        dist.barrier()  # everybody has looked whether the row has begun
+        dist.barrier()  # all ranks have checked whether the row has begun
     rows.add({"row": name, "state": "begun"})
     faulthandler.dump_traceback_later(given.limit, exit=True)
     try:
@@ -147,7 +147,7 @@ def mesh_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def host_row(given: argparse.Namespace) -> dict[str, Any]:
-    """One GPU, all rows. Two thirds of the layers live on the GPU: that is quicker to set up than pinned host memory."""
+    """One GPU, all rows. Two thirds of the layers are resident, which is quicker to set up than pinned host memory."""
     started = time.perf_counter()
     device = launch.device_of_rank("auto")
     layers = SHAPES[given.shape]["num_hidden_layers"]
@@ -172,7 +172,7 @@ def host_row(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def batches(given: argparse.Namespace, gpus: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The step's batches: a few frequent tokens, so that there is something to learn in ten steps."""
+    """The steps' batches, of a few frequent tokens, so that there is something to learn in ten steps."""
     generator = torch.Generator().manual_seed(0)
     frequent = min(4096, SHAPES[given.shape]["vocab_size"])
     for _ in range(given.steps):
@@ -196,7 +196,7 @@ def config_folder(given: argparse.Namespace) -> Path:
 def timing_of(
     config: Any, parameters: int, seconds: list[float], given: argparse.Namespace, gpus: int
 ) -> dict[str, Any]:
-    """Median without the first three steps (kernels are chosen, communicators made), or of all if there are few."""
+    """Median without the first three steps, which choose kernels and make communicators; of all steps if there are few."""
     step_s = statistics.median(seconds[3:] or seconds)
     tokens = (2 if gpus == 1 else gpus) * given.rows * given.tokens
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * given.tokens
@@ -210,7 +210,7 @@ def timing_of(
 
 
 def as_shares(found: Shares) -> dict[str, float] | None:
-    """Of the span; None where there are no kernels (CPU)."""
+    """Shares of the span; None on a CPU, which has no kernels."""
     if found.span_s == 0.0:
         return None
     parts = {"compute": found.compute_s, "collectives": found.collectives_s, "messages": found.messages_s}
@@ -224,7 +224,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def end_if_much_is_left(name: str) -> None:
-    """A row's memory must be back before the next one; where it is not, the caller starts fresh processes."""
+    """Exit if a row's memory has not been freed: the caller then starts fresh processes for the next row."""
     gc.collect()
     if not torch.cuda.is_available() or not dist.is_initialized():
         return
@@ -246,7 +246,7 @@ def say(text: str, everybody: bool = False) -> None:
 
 
 class Rows:
-    """`rows.jsonl`: what has begun, failed and ended."""
+    """`rows.jsonl`: the rows that have begun, failed and ended."""
 
     def __init__(self, folder: Path):
         self.path = folder / "rows.jsonl"
@@ -264,7 +264,7 @@ class Rows:
 
 
 def print_table(folder: Path) -> None:
-    """Short, for the last lines of a log."""
+    """A short table for the end of a log."""
     newest: dict[str, dict[str, Any]] = {}
     for row in Rows(folder).all():
         if row["state"] == "failed" or newest.get(row["row"], {}).get("state") != "failed":

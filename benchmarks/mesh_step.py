@@ -1,8 +1,8 @@
-"""One GPU, the mesh engine at world size 1: seconds, tokens/s and losses of a few steps of Qwen3-4B's shape, random weights.
+"""The mesh engine on one GPU: seconds, tokens/s and losses of a few steps of Qwen3-4B's shape with random weights.
 
     python benchmarks/mesh_step.py [--rows 32] [--tokens 1024] [--steps 5] [--compile on] [--host]
 
-`--host` runs the host engine on the same batches from the same initial weights, to lay the losses side by side.
+`--host` runs the host engine on the same batches from the same initial weights, to compare losses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     shape = (arguments.rows, arguments.tokens)
     batches = []
     for _ in range(arguments.steps):
-        # A few thousand frequent tokens, so that there is something to learn in a few steps.
+        # Only a few thousand tokens, so that there is something to learn in a few steps.
         ids = torch.randint(0, 4096, shape, generator=generator)
         batches.append({"input_ids": ids, "labels": ids.clone()})
     optim = AdamW(learning_rate=1e-4)

@@ -1,8 +1,8 @@
-"""The cluster planner beside published runs: prints the table of docs/parallel.md.
+"""Compares the cluster planner with published runs: prints the table of docs/parallel.md.
 
-Nothing here was fitted to these runs. The rates are those of docs/machines/h100-cluster.yaml, measured on one H200;
-what a publication does not say is varied or assumed, and said so in the row. The engines that ran them fuse pointwise
-work and gather parameters ahead of the pipeline; whether they hide tensor-parallel collectives is a column.
+Nothing here was fitted to these runs. The rates are those of docs/machines/h100-cluster.yaml, measured on one H200. A row varies or
+assumes what its publication does not say, and names it. The engines that ran them fuse pointwise work and gather parameters ahead of
+the pipeline; rows with hidden tensor-parallel collectives say so.
 
     PYTHONPATH=src python benchmarks/published_clusters.py
 """
@@ -29,7 +29,7 @@ FILE = Path(__file__).parents[1] / "docs/machines/h100-cluster.yaml"
 
 @dataclass(frozen=True)
 class Row:
-    """A published run, and what the simulation says to it."""
+    """A published run and its simulation."""
 
     run: str
     assumed: str
@@ -124,7 +124,7 @@ SHAPES = {
     "462b": (18432, 49152, 112, 144, 144, 131072),
     "gpt3": (12288, 32768, 96, 96, 96, 131072),
 }
-"""Width, MLP, layers, heads, key-value heads, vocabulary. GPTs as gated MLPs of as many parameters: 8 width^2."""
+"""Width, MLP, layers, heads, key-value heads, vocabulary. GPTs have gated MLPs with the same number of parameters: 8 width^2."""
 
 
 @functools.cache

@@ -1,12 +1,12 @@
-"""The real job on four processes: SmolLM2-135M on Alpaca with tp 2 x pp 2 under torchrun, beside one process of the host engine.
+"""SmolLM2-135M on Alpaca on four processes (tensor 2, pipeline 2, torchrun), compared with one process of the host engine.
 
 Use: python benchmarks/smollm2_mesh.py MODEL DATA OUT [--section.key=value ...]
      MODEL   SmolLM2-135M-Instruct as a Hugging Face folder
      DATA    a file of instruction, input and output (LLaMA-Factory's alpaca_en_demo.json)
      OUT     a folder that does not exist yet
 
-Both runs are `megatrain train` on a CPU in fp32, on the same config but for the engine. Prints losses and norms of every step and
-stops unless they agree to the tolerances below.
+Both runs are `megatrain train` on a CPU in fp32, with configs that differ only in the engine. Prints losses and norms of every step
+and fails unless they agree to the tolerances below.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ruamel.yaml import YAML
 from megatrain.metrics.record import StepRecord, read_records
 
 LOSS_TOLERANCE = 1e-5
-"""Relative, fp32: the orders of summation differ."""
+"""Relative, in fp32: the orders of summation differ."""
 NORM_TOLERANCE = 1e-4
-"""Relative. The host engine adds up squares in fp32, off by 2e-4 over an embedding of 28 M elements; the mesh engine in fp64."""
+"""Relative. The host engine sums squares in fp32, off by 2e-4 over an embedding of 28 M elements; the mesh engine in fp64."""
 MESH = ("--engine=mesh", "--parallel.tensor=2", "--parallel.pipeline=2")
 
 
 def config(model: str, data: str) -> dict[str, dict[str, object]]:
-    """Three steps of four packed rows of 256 tokens; longer samples are left out, to be quick on two cores."""
+    """Three steps of four packed rows of 256 tokens; longer samples are dropped to be quick on two cores."""
     return {
         "model": {"path": model},
         "data": {"train": data, "max_tokens": 256, "overflow": "drop"},

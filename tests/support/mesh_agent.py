@@ -1,6 +1,6 @@
-"""What torchrun does, with forked ranks: starts them, and starts all again when one has failed. A start takes half a second.
+"""Does what torchrun does, with forked ranks: starts them, and restarts all when one has failed. A start takes half a second.
 
-One store serves all attempts, as torchrun's does, with whatever the dead ranks of the attempts before have left in it.
+One store serves all attempts, as with torchrun, with whatever the dead ranks of earlier attempts have left in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.commands.main import main
 
 TIMEOUT_S = 60
 SHUTDOWN_S = 30
-"""What torchrun gives ranks between SIGTERM and SIGKILL."""
+"""The time torchrun gives ranks between SIGTERM and SIGKILL."""
 
 Sabotage = Callable[[int, int], None]
 """(rank, attempt): called in the rank before it starts."""
@@ -32,7 +32,7 @@ def run(worlds: Sequence[int], words: list[str], log: Path, sabotage: Sabotage) 
     Args:
         worlds: Number of ranks, on this host, of each attempt: nodes may be lost on the way.
         words: The command line.
-        log: Everything that the ranks say.
+        log: Collects the ranks' output.
         sabotage: See `Sabotage`.
 
     Returns:
@@ -60,7 +60,7 @@ def _fork(rank: int, world: int, attempt: int, port: int, words: list[str], log:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        # pytest has put files of its own in their place
+        # pytest has replaced them
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
@@ -78,7 +78,7 @@ def _fork(rank: int, world: int, attempt: int, port: int, words: list[str], log:
 
 
 def _watch(pids: dict[int, int]) -> list[int]:
-    """Exit status by rank. When one fails the others get SIGTERM, and SIGKILL after a while."""
+    """Exit status by rank. When one fails, the others get SIGTERM, and SIGKILL after a while."""
     statuses = [0] * len(pids)
     left = dict(pids)
     deadline, asked = time.monotonic() + TIMEOUT_S, False

@@ -1,4 +1,4 @@
-"""The layouts that the parity tests run: every pair of values of the factors below that can occur together occurs in a case."""
+"""The layouts of the parity tests: every possible pair of values of the factors below occurs in a case."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
     evaluate: bool = False
     recompute: bool = False
     heads: tuple[int, int] | None = None
-    """Of queries and of keys and values, instead of the family's."""
+    """Query heads and key-value heads, instead of the family's."""
 
     def __str__(self) -> str:
         at = self.layout
@@ -55,7 +55,7 @@ class Case:
 
 
 def possible(values: dict[str, Any]) -> bool:
-    """Whether factors, or a part of them, fit together in `WORLD` ranks."""
+    """Whether factors, or some of them, fit into `WORLD` ranks."""
     replicate, shard = values.get("data", (1, 1))
     size = values.get("tensor", 1) * values.get("pipeline", 1) * replicate * shard * values.get("context", 1)
     pipeline, schedule = values.get("pipeline"), values.get("schedule")
@@ -137,6 +137,6 @@ def matrix() -> list[Case]:
 MIXTURE = [
     Case("qwen3_moe", Layout(pipeline=2, context=2, shard=2, schedule="1f1b"), 4),
     Case("qwen3_moe", Layout(pipeline=2, virtual=2, replicate=2, shard=1, schedule="zbv"), 4, tied=False, kind="plain"),
-    # more microbatches than rows: in one of them all tokens are alike, and may choose experts of one rank only
+    # more microbatches than rows: in one of them all tokens are equal and may choose the experts of only one rank
     Case("qwen3_moe", Layout(tensor=2, pipeline=2, shard=1, microbatches=8), 4, False, recompute=True, evaluate=True),
 ]

@@ -1,8 +1,8 @@
-"""The GPU's half of engine/mesh/test_gpu.py, in a process of its own: a crash there costs no test session, and leaves its stacks.
+"""The GPU side of engine/mesh/test_gpu.py, in a separate process: a crash there ends no test session and leaves its stacks.
 
     PYTHONPATH=src:tests/support python tests/support/mesh_gpu_child.py RESULTS.jsonl [--device cuda]
 
-One JSON line per case as soon as it is known: what both engines computed, or the traceback.
+Writes one JSON line per case as soon as it ends: the results of both engines, or the traceback.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CASES = [
 
 
 def run(case: GpuCase, device: str) -> dict[str, Any]:
-    """Losses and norms of both engines, and the types of the mesh engine's masters."""
+    """Losses and norms of both engines, and the dtypes of the mesh engine's masters."""
     family = families.BY_NAME[case.family]
     model = families.build(family, seed=1, tie=True)
     batches = [families.batch(family, seed=s, rows=8, tokens=32, kind=case.kind) for s in range(case.steps)]

@@ -1,6 +1,6 @@
-"""What the mesh engine computes on its ranks, and what plain transformers computes in one process: the two sides of parity.
+"""The two sides of parity: the mesh engine on its ranks, and plain transformers in one process.
 
-Everything runs in fp64 with `Fp32MeansFp64`, so that layouts differ by rounding at 1e-16 only.
+Everything runs in fp64 with `Fp32MeansFp64`, so that layouts differ only by rounding at 1e-16.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TOLERANCE = 1e-12
 ROWS, TOKENS, STEPS = 7, 15, 3  # odd: rows and tokens are padded in most layouts
 LEARNING_RATE, CLIP = 1e-2, 0.1  # norms are about 1: the clip is active in every step
 EPS = 1e-6
-"""Of AdamW. It divides by the root of the second moment: with eps 1e-8 an element whose gradient is pure rounding noise (a key
-bias, zero mathematically) or happens to be very small shows its noise in the weights."""
+"""AdamW divides by the root of the second moment: with eps 1e-8, an element whose gradient is pure rounding noise (a key bias,
+mathematically zero) or very small would show that noise in its weight."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is compared."""
+    """The results that are compared."""
 
     losses: list[float]
     norms: list[float]
@@ -70,7 +70,7 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
 
 
 def on_ranks(case: Case, fault: Callable[[], None] | None = None) -> Run:
-    """Run the case on its ranks. Asserts that all ranks report the same and hold equal copies of what they share."""
+    """Run the case on its ranks. Asserts that all ranks report the same results and hold equal copies of shared parts."""
     model, steps = build(case), batches(case)
     results = ranks.run(case.layout.world, _work, case, model, steps, fault)
     run, _ = results[0]
@@ -109,7 +109,7 @@ def _work(case: Case, model: Any, steps: list[dict[str, Tensor]], fault: Callabl
 
 
 def digests(engine: MeshEngine) -> dict[Any, str]:
-    """A hash of every local part, by the name of its owner and its box."""
+    """A hash of every local part, by its owner's name and its box."""
     found = {}
     for name, parameter, box, _ in engine.gradients.all():
         key = (engine.structure.tied.get(name, name), box.offsets, box.sizes)
@@ -145,7 +145,7 @@ def plain(case: Case) -> Run:
 
 
 def differences(got: Run, want: Run, tolerance: float = TOLERANCE) -> list[str]:
-    """Everything in which two runs differ by more than the tolerance."""
+    """All differences between two runs beyond the tolerance."""
     found = []
     for what, a, b in (("loss", got.losses, want.losses), ("norm", got.norms, want.norms)):
         for step, (x, y) in enumerate(zip(a, b, strict=True)):

@@ -1,6 +1,6 @@
-"""Runs a function on several forked ranks with gloo, and brings back what each of them returned.
+"""Runs a function on several forked ranks with gloo and collects their results.
 
-Forking after the imports starts a rank in half a second, where spawning takes as long as importing torch and transformers.
+Forking after the imports starts a rank in half a second; spawning takes as long as importing torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `work(*args)` on `world` ranks of one gloo process group.
 
     Returns:
-        What each rank returned, by rank.
+        The results by rank.
 
     Raises:
         RankFailed: A rank raised, or did not end in time. No process is left behind.
@@ -81,7 +81,7 @@ def _child(rank: int, world: int, folder: Path, work: Callable[..., Any], args: 
 
 
 def _wait(pids: dict[int, int]) -> None:
-    """Until all have ended; when one fails, the others get a few seconds."""
+    """Wait until all have ended; when one fails, the others get a few seconds."""
     deadline = time.monotonic() + TIMEOUT_S
     left = set(pids)
     while left and time.monotonic() < deadline:

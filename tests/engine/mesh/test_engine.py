@@ -1,4 +1,4 @@
-"""What the mesh engine promises beside parity: decisions, evaluation, batches, refusals."""
+"""The mesh engine beside parity: skipped steps, evaluation, batches, refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def engine(model, layout, optim=None, **plan):
 
 
 def test_one_nan_on_one_rank_makes_all_ranks_skip():
-    """Case 42, and case 6: nothing of the state changes."""
+    """A skipped step changes no state on any rank."""
     model, steps = build(LLAMA), batches(LLAMA)
 
     def work():
@@ -60,7 +60,7 @@ def test_one_nan_on_one_rank_makes_all_ranks_skip():
 
 
 def test_evaluation_changes_nothing():
-    """Case 12: train-eval-train is train-train, bit for bit."""
+    """Training with evaluations in between is training without, bit for bit."""
     model, steps = build(LLAMA), batches(LLAMA)
 
     def work(evaluate):
@@ -75,8 +75,8 @@ def test_evaluation_changes_nothing():
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), Layout(pipeline=2, shard=1)], ids=["shard", "pipeline"])
-def test_what_is_loaded_behind_an_evaluation_counts(layout, tmp_path):
-    """Weights gathered for an evaluation are not those of the next step or evaluation."""
+def test_weights_loaded_after_an_evaluation_take_effect(layout, tmp_path):
+    """Weights gathered for an evaluation are not reused by the next step or evaluation."""
     model, steps = families.build(families.BY_NAME["llama"], seed=1, dtype=torch.float32), batches(LLAMA)
 
     def work():
@@ -95,8 +95,8 @@ def test_what_is_loaded_behind_an_evaluation_counts(layout, tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("zb1p", 1), ("zbv", 2), pytest.param("dualpipev", 2, marks=pytest.mark.slow)]
 )
-def test_split_backwards_add_up_in_fp32(schedule, virtual):
-    """In bf16 the gradients of all microbatches are, bit for bit, those of 1F1B, which FSDP's own hooks add up."""
+def test_split_backwards_accumulate_in_fp32(schedule, virtual):
+    """With bf16 compute the gradients are, bit for bit, those of 1F1B, which FSDP's own hooks accumulate."""
     family = families.BY_NAME["llama"]
     model = families.build(family, seed=1, dtype=torch.float32, tie=False)
     batch = families.batch(family, seed=0, rows=8, tokens=16, kind="plain")
@@ -113,8 +113,8 @@ def test_split_backwards_add_up_in_fp32(schedule, virtual):
 
 
 @pytest.mark.parametrize(("schedule", "pipeline"), [("interleaved", 2), ("zbv", 2), ("interleaved", 3)])
-def test_both_ends_name_the_messages_of_an_evaluation_in_the_same_order(schedule, pipeline, monkeypatch):
-    """NCCL stands still otherwise, where gloo does not. See [Note: order of messages]."""
+def test_both_ends_issue_the_messages_of_an_evaluation_in_the_same_order(schedule, pipeline, monkeypatch):
+    """NCCL deadlocks otherwise, gloo does not. See [Note: order of messages] in pipeline.py."""
     case = replace(LLAMA, layers=6)
     model, steps = build(case), batches(case)
     named: list[tuple[str, int]] = []
@@ -145,8 +145,8 @@ def test_both_ends_name_the_messages_of_an_evaluation_in_the_same_order(schedule
     assert sum(len(mine) for mine, _ in results) >= 4 * pipeline
 
 
-def test_every_group_waits_as_long_as_the_first(monkeypatch):
-    """Else the watchdog would not come first: NCCL's own limit is ten minutes."""
+def test_every_group_has_the_timeout_of_the_default_group(monkeypatch):
+    """Otherwise NCCL's default of ten minutes would end the process before the watchdog writes stacks."""
     monkeypatch.setattr(launch, "_timeout_s", 77.0)
 
     def work():
@@ -161,9 +161,9 @@ def test_every_group_waits_as_long_as_the_first(monkeypatch):
 
 
 def test_shapes_may_change_from_step_to_step():
-    """A shorter batch after a longer one, more rows, fewer rows than ranks: each is computed with its own shape.
+    """Shorter rows after longer ones, more rows, fewer rows than ranks: each shape is computed correctly.
 
-    The receive buffers of past shapes do not pile up.
+    Receive buffers of only the latest shapes are kept.
     """
     model = build(LLAMA)
     family = families.BY_NAME["llama"]
@@ -184,7 +184,6 @@ def test_shapes_may_change_from_step_to_step():
 
 
 def test_a_step_without_targets_changes_nothing():
-    """Case 4."""
     model, steps = build(LLAMA), batches(LLAMA)
     empty = {**steps[0], "labels": torch.full_like(steps[0]["labels"], -100)}
 
@@ -247,7 +246,7 @@ def test_a_stage_may_be_frozen_altogether():
 
 
 def test_bf16_keeps_fp32_masters():
-    """Case 5: updates far below bf16's resolution move the masters."""
+    """Updates far below bf16's resolution move the masters."""
     model = families.build(families.BY_NAME["llama"], seed=1, tie=True)
     steps = batches(LLAMA)
 
@@ -266,7 +265,7 @@ def test_bf16_keeps_fp32_masters():
         moved, expected = weights[name] - before[name], weight - before[name]
         assert weights[name].dtype == torch.float32
         assert (moved != 0).float().mean() > 0.9, name
-        # All keys moved alike change no softmax: what is left of their bias's gradient is small, and in bf16 half noise.
+        # Shifting all keys alike changes no softmax, so the gradient of their bias is small, and half noise in bf16.
         least = 0.5 if name.endswith("k_proj.bias") else 0.95
         assert torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), dim=0) > least, name
 
@@ -277,7 +276,7 @@ def test_refusals_come_before_any_process_group():
         MeshEngine(model, MeshPlan(Layout(tensor=2, pipeline=2, shard=1)))
 
 
-def test_a_bad_learning_rate_is_refused_and_so_is_all_by_a_closed_engine():
+def test_a_bad_learning_rate_and_calls_after_close_are_refused():
     model, steps = build(LLAMA), batches(LLAMA)
 
     def work():
@@ -311,7 +310,7 @@ def test_compiled_layers_compute_the_same(layout, recompute, monkeypatch):
     real, asked = torch.compile, []
 
     def without_a_compiler(function, **options):
-        """All of torch.compile but the machine code."""
+        """All of torch.compile except code generation."""
         asked.append(function.__name__)
         return real(function, backend="aot_eager", **options)
 

@@ -1,4 +1,4 @@
-"""Experts of a tensor group: the ranks' shares add up to the whole, and a rank without tokens takes part all the same."""
+"""Experts of a tensor group: the ranks' shares add up to the whole, and a rank without tokens takes part anyway."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def routing(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_rank(module: nn.Module, rank: int) -> nn.Module:
-    """A copy of the module that has the experts of one rank of two."""
+    """A copy of the module with the experts of one rank of two."""
     mine, group = copy.deepcopy(module), TensorGroup("", 2, rank)
     for name, parameter in list(mine.named_parameters()):
         setattr(mine, name, nn.Parameter(group.part(parameter.detach(), 0)))

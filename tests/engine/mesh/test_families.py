@@ -1,4 +1,4 @@
-"""The families that tensor and context parallel take are those that are proven here; others are refused by name."""
+"""Tensor and context parallel accept exactly the families that are tested here; others are refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SELDOM += ("mimo_v2_flash", "olmo_hybrid", "kimi_linear", "nemotron_h")
 
 @pytest.mark.parametrize("family", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
 def test_families_with_parts_in_fp32_are_computed(family):
-    """Their code makes routers in fp32 whatever type is asked for."""
+    """Their code builds routers in fp32 whatever dtype is asked for."""
     case = Case(family, Layout(shard=2, microbatches=2), families.BY_NAME[family].overrides.get("num_hidden_layers", 4))
     case = replace(case, tied=families.BY_NAME[family].ties[0], kind="plain")
     assert not differences(on_ranks(case), plain(case))
@@ -56,7 +56,7 @@ def test_families_with_parts_in_fp32_are_computed(family):
     "layout", [Layout(shard=2), Layout(pipeline=2, virtual=2, shard=1, schedule="zbv")], ids=["shard", "zbv"]
 )
 def test_routers_compute_in_fp32_beside_bf16(layout):
-    """In bf16 such a router's weights are fp32, as transformers has them, and gathered when they are read."""
+    """With bf16 compute such a router's weights stay fp32, as in transformers, and are gathered when they are read."""
     family = families.BY_NAME["ernie4_5_moe"]
     model = families.build(family, seed=1, dtype=torch.float32, tie=False)
     batch = families.batch(family, seed=0, rows=8, tokens=16, kind="plain")
@@ -92,7 +92,7 @@ def test_a_parameter_in_fp32_beside_others_is_refused_by_name():
         modules_in_fp32(layer, up - {"layer.mlp.up_proj.bias"}, "layer")
 
 
-def test_others_are_refused_by_name():
+def test_untested_families_are_refused_by_name():
     config = families.config(families.BY_NAME["olmo"])
     for layout, word in ((Layout(tensor=2), "tensor"), (Layout(context=2), "context")):
         assert any(f"olmo is not tested with {word} parallel" in p for p in layout.problems(config, world=2))

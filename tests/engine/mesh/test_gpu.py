@@ -1,4 +1,4 @@
-"""One CUDA device: the mesh engine at world size 1 follows the host engine, which computes the same steps on the CPU."""
+"""On one CUDA device the mesh engine, at world size 1, follows the host engine, which computes the same steps on the CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mesh_gpu_child import CASES, GpuCase
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+SUPPORT = ROOT / "tests/support"
 LIMIT_S = 280
 
 
 @dataclass(frozen=True)
 class Child:
-    """What the process on the GPU left.
+    """The outcome of the process on the GPU.
 
     Attributes:
-        results: By case; those behind a crash are missing.
-        last_words: Exit code and the end of its output, for the failures' sake.
+        results: By case; those after a crash are missing.
+        last_words: Exit code and the end of its output, for failure messages.
     """
 
     results: dict[str, dict[str, Any]]
@@ -35,10 +36,10 @@ class Child:
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Child:
-    """All cases in one process: starting it takes longer than the cases do."""
+    """All cases run in one process, because starting it takes longer than the cases."""
     file = tmp_path_factory.mktemp("gpu") / "results.jsonl"
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"}
-    command = [sys.executable, "-X", "faulthandler", str(TESTS / "mesh_gpu_child.py"), str(file)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{SUPPORT}"}
+    command = [sys.executable, "-X", "faulthandler", str(SUPPORT / "mesh_gpu_child.py"), str(file)]
     command += ["--device", os.environ.get("MESH_GPU_DEVICE", "cuda")]
     with (file.parent / "output").open("w+") as output:
         try:
@@ -53,7 +54,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Child:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_losses_overlay_the_host_engines(case: GpuCase, child: Child) -> None:
+def test_losses_match_the_host_engines(case: GpuCase, child: Child) -> None:
     found = child.results.get(str(case))
     assert found is not None, f"the process on the GPU ended before this case: {child.last_words}"
     assert "error" not in found, found["error"]

@@ -1,4 +1,4 @@
-"""Layouts are checked before any process group exists, all reasons at once; ranks, stages and tokens add up."""
+"""Layouts are checked before any process group exists, with all reasons at once; ranks, stages and tokens are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_layout_that_fits_has_no_problems():
     assert layout.checked(LLAMA, world=16).shard == 2
 
 
-def test_all_problems_are_named_at_once_with_what_would_fit():
+def test_all_problems_are_reported_at_once_with_sizes_that_would_fit():
     bad = Layout(tensor=5, pipeline=8, virtual=2, shard=3, schedule="1f1b", microbatches=4)
     with pytest.raises(UserError) as error:
         bad.checked(LLAMA, world=7, rows=1)
@@ -70,7 +70,7 @@ def test_experts_divide_by_tensor():
 
 
 def test_every_tensor_rank_has_rows_of_the_vocabulary():
-    """64 ranks with 4 of 251 rows each: the last one would have none."""
+    """With 64 ranks of 4 rows each, the last one would have none of 251 rows."""
     assert any("vocab_size 251 leaves a rank of tensor 64" in p for p in Layout(tensor=64).problems(LLAMA, world=64))
     assert not any("vocab_size" in p for p in Layout(tensor=32).problems(LLAMA, world=32))
 
@@ -86,7 +86,7 @@ def test_dropout_is_refused_where_ranks_would_differ():
     assert Layout().problems(config, world=2) == []
 
 
-def test_every_rank_has_a_coordinate_of_its_own():
+def test_every_rank_has_a_different_coordinate():
     layout = Layout(tensor=2, pipeline=2, context=2, replicate=3, shard=2)
     seen = {layout.coordinate(rank) for rank in range(layout.world)}
     assert len(seen) == layout.world == 48
@@ -105,7 +105,6 @@ def test_every_stage_has_one_holder(schedule, pipeline):
 
 @pytest.mark.parametrize("layers", range(1, 14))
 def test_no_layer_is_dropped_whatever_the_number_of_stages(layers):
-    """Case 43: the sum over stages is L, always."""
     for stages in range(1, layers + 1):
         for edges in ((0.0, 0.0), (3.5, 3.5), (100.0, 0.0), (0.0, 7.0)):
             cut = split_layers(layers, stages, 1.0, *edges)
@@ -113,7 +112,7 @@ def test_no_layer_is_dropped_whatever_the_number_of_stages(layers):
             assert len(cut) == stages and all(len(part) >= 1 for part in cut)
 
 
-def test_embedding_and_head_are_weighed():
+def test_embedding_and_head_count_in_the_split():
     assert [len(part) for part in split_layers(10, 2, 1.0, 4.0, 0.0)] == [3, 7]
     assert [len(part) for part in split_layers(126, 16, 1.0, 0.7, 0.7)] == [7, *[8] * 14, 7]
 

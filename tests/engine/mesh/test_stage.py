@@ -1,4 +1,4 @@
-"""A chain of stages is the model, family by family; what cannot be cut is refused."""
+"""A chain of stages computes what the model computes, family by family; families that cannot be cut are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT = (
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("tie", [False, True])
-def test_a_chain_of_stages_is_the_model(name, tie):
+def test_a_chain_of_stages_computes_what_the_model_does(name, tie):
     family = families.BY_NAME[name]
     model = families.build(family, seed=1, dtype=torch.float64, tie=tie)
     if "moe" in family.tags:
@@ -30,7 +30,7 @@ def test_a_chain_of_stages_is_the_model(name, tie):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3n_text"])
-def test_what_cannot_be_cut_is_refused(name):
+def test_a_family_that_cannot_be_cut_is_refused(name):
     family = families.BY_NAME[name]
     model = families.build(family, seed=1)
     with pytest.raises(UserError, match=r"parallel\.pipeline to 1"):
@@ -46,7 +46,7 @@ def test_stages_hold_every_parameter_once_under_its_own_name():
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_a_tied_head_comes_along_on_the_last_stage():
+def test_the_last_stage_holds_a_copy_of_a_tied_head():
     model = families.build(families.BY_NAME["llama"], seed=1, tie=True)
     structure = dissect(model)
     last = dict(cut(model, structure, Part(1, 2, range(2, 4))).named_parameters())
@@ -62,5 +62,5 @@ def test_an_untested_family_is_verified_on_a_tiny_copy():
         verify_family_cut(families.config(families.BY_NAME["gpt2"]))
 
 
-def test_the_list_of_tested_families_is_what_is_tested_here():
+def test_the_list_of_tested_families_is_tested_here():
     assert set(EXACT) == CUT

@@ -1,4 +1,4 @@
-"""What a tensor-parallel layer communicates and dispatches; that it computes what one process does is test_families.py's."""
+"""The collectives and dispatches of a tensor-parallel layer; test_families.py compares its results with one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUT = Layout(tensor=2, shard=1, microbatches=1)
 
 
 class Seen(TorchDispatchMode):
-    """Counts the collectives that are called inside, and the operations on DTensors."""
+    """Counts the collectives called inside, and the operations on DTensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class Seen(TorchDispatchMode):
 
 
 def seen(family: str, layers: int, heads: tuple[int, int] | None, recompute: bool) -> Seen:
-    """In forward and backward of one microbatch; on a rank. FSDP has a group of one and moves nothing."""
+    """What one rank calls in forward and backward of one microbatch. FSDP has a group of one and moves nothing."""
     case = Case(family, LAYOUT, layers, tied=False, kind="plain", heads=heads)
     engine = MeshEngine(build(case), MeshPlan(LAYOUT, recompute, compute_dtype="fp64"), debug=Fp32MeansFp64)
-    engine.backward(batches(case)[0])  # what is done once only
+    engine.backward(batches(case)[0])  # one-time work
     engine.gradients.clear()
     with Seen() as found:
         engine.backward(batches(case)[1])
@@ -65,19 +65,25 @@ def moved_by_a_layer(family: str, heads: tuple[int, int] | None, recompute: bool
         ("qwen3", None, False, 4, 4),
         ("llama", None, False, 4, 4),
         ("qwen3_moe", None, False, 4, 4),
-        ("qwen3", None, True, 6, 5),  # the forward's once more, up to the last tensor that the backward reads
-        ("qwen3", (3, 3), False, 3, 3),  # a whole attention only gathers forward, and only scatters backward
+        ("qwen3", None, True, 6, 5),  # the forward again, up to the last tensor that the backward reads
+        (
+            "qwen3",
+            (3, 3),
+            False,
+            3,
+            3,
+        ),  # a whole attention only gathers in the forward and only scatters in the backward
     ],
 )
 def test_a_layer_moves_its_tokens_and_nothing_else(family, heads, recompute, gathers, scatters):
-    """Twice in and twice out in either direction; and nothing in it is a DTensor. See [Note: what moves in a layer]."""
+    """Two gathers and two scatters in either direction, and no DTensors. See [Note: what moves in a layer]."""
     for collectives, on_dtensors in ranks.run(2, moved_by_a_layer, family, heads, recompute):
         assert collectives == {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": scatters}
         assert not on_dtensors
 
 
 def graphs_of_a_layer() -> list[Counter[str]]:
-    """Collectives of each graph, forward and backward, that compiling the layers of a model gives; on a rank."""
+    """Collectives in each graph, forward and backward, that compiling a model's layers gives on one rank."""
     found: list[Counter[str]] = []
 
     def read(graph: Any, inputs: Any) -> Any:
@@ -98,13 +104,13 @@ def graphs_of_a_layer() -> list[Counter[str]]:
 
 @pytest.mark.slow
 def test_compiled_layers_are_one_graph_with_the_same_collectives():
-    """None of them is called again in the backward instead of keeping what it gave."""
+    """The compiler saves their results instead of calling them again in the backward."""
     moved = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
     assert ranks.run(2, graphs_of_a_layer) == [[moved, moved]] * 2
 
 
 def test_a_mixture_of_tensor_ranks_runs_eager():
-    """Each microbatch gives a rank's experts another number of tokens, for each of which the compiler would make new code."""
+    """Each microbatch gives a rank's experts a different number of tokens, for each of which the compiler would make new code."""
     case = Case("qwen3_moe", LAYOUT, 2, tied=False)
 
     def compiled() -> bool:
@@ -113,8 +119,8 @@ def test_a_mixture_of_tensor_ranks_runs_eager():
     assert ranks.run(2, compiled) == [False, False]
 
 
-def test_a_padding_row_of_any_rank_learns_nothing(monkeypatch):
-    """`padding_idx` counts rows of the whole vocabulary, of which a rank has a part."""
+def test_the_padding_row_has_no_gradient_on_any_rank(monkeypatch):
+    """`padding_idx` counts rows of the whole vocabulary, of which a rank holds a part."""
     case = Case("llama", LAYOUT, 2, tied=False, kind="plain")
     padding = int(batches(case)[0]["input_ids"].max())
     assert padding > families.VOCAB // 2 + 1, "on the second rank"

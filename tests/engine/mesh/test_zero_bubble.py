@@ -1,4 +1,4 @@
-"""The two halves of a backward: equal to one, and little is held in between."""
+"""The two halves of a backward equal a whole one, and little is held in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS, WIDTH, INNER = 6, 8, 12
 
 
 class Layer(nn.Module):
-    """A norm, two linear modules with much to save in between, a residual."""
+    """A norm, two linear modules with much to save in between, and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Kept:
-    """A saved tensor; how many of them live is known."""
+    """A saved tensor that counts how many of them are alive."""
 
     alive = 0
 
@@ -57,7 +57,7 @@ def gradients(layer: Layer) -> dict[str, torch.Tensor | None]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_two_halves_are_one_backward(layer: Layer, recompute: bool) -> None:
-    """Over two microbatches whose halves overlap; a whole backward puts nothing off."""
+    """Over two microbatches whose halves overlap; a whole backward defers nothing."""
     rows = [torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     for row in rows:
         layer(row).sin().sum().backward()
@@ -92,8 +92,8 @@ def test_two_halves_are_one_backward(layer: Layer, recompute: bool) -> None:
     assert len(store.pending) == 0
 
 
-def test_the_graph_is_gone_after_the_first_half(layer: Layer) -> None:
-    """What is left are inputs and output gradients of the linear modules, and after the second half nothing."""
+def test_the_graph_is_freed_after_the_first_half(layer: Layer) -> None:
+    """Only inputs and output gradients of the linear modules remain, and nothing after the second half."""
     store = WeightGradStore()
     store.install(layer)
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):

@@ -1,4 +1,4 @@
-"""docs/parallel.md says what is so: its flags name keys that exist, its numbers are the planner's own."""
+"""docs/parallel.md is true: its flags name keys that exist, its numbers are the planner's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_example_is_what_the_plan_prints(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_the_published_runs_are_what_the_simulation_says_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_with_published_runs_is_what_the_simulation_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("published_clusters", ROOT / "benchmarks/published_clusters.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -36,9 +36,7 @@ def test_the_quick_estimate_is_near_the_played_table(big: Request) -> None:
         assert quick_step_s(big, candidate) == pytest.approx(evaluate(big, candidate).step_s, rel=0.1)
 
 
-def test_many_microbatches_are_played_in_part_and_come_to_the_same(
-    big: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_playing_a_part_of_many_microbatches_gives_the_same_step(big: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     for layout in (PIPELINE.layout, Layout(pipeline=4, virtual=2, schedule="interleaved", shard=16)):
         candidate = Candidate(replace(layout, microbatches=32), recompute=True)
         short = evaluate(replace(big, step=replace(big.step, rows=512)), candidate)
@@ -49,7 +47,7 @@ def test_many_microbatches_are_played_in_part_and_come_to_the_same(
         assert short.bubble == pytest.approx(whole.bubble, abs=1e-3)
 
 
-def test_a_faster_link_and_hidden_collectives_save_time(big: Request) -> None:
+def test_a_fast_link_and_hidden_collectives_save_time(big: Request) -> None:
     slow = replace(big, cluster=replace(big.cluster, node_gbps=big.cluster.node_gbps / 10))
     hidden = replace(big, overheads=Overheads(tensor_overlap=1.0))
     assert evaluate(slow, SPLIT).seconds["tensor"] > 5 * evaluate(big, SPLIT).seconds["tensor"]

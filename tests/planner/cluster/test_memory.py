@@ -32,7 +32,7 @@ def structure() -> Structure:
     return dissect(build_meta_model(config, compute_dtype=torch.float32))
 
 
-def test_bytes_of_an_element_and_what_a_pipeline_keeps_gathered() -> None:
+def test_bytes_of_an_element_with_and_without_a_pipeline() -> None:
     held = Elements(whole=800.0, sharded=100.0, edges=300.0, largest=50.0)
     lines = state_lines(True, held, compute_bytes=2, optim=AdamW())
     assert sum(lines.values()) == 12 * 100 + (2 + 4) * 800 + 6 * 50
@@ -83,7 +83,7 @@ def test_memory_by_formula(big: Request) -> None:
     assert lines["receive buffers of the pipeline"] == 8 * tokens * 4096 * 2
 
 
-def test_keeping_costs_what_layers_save(big: Request) -> None:
+def test_keeping_activations_costs_the_bytes_that_layers_save(big: Request) -> None:
     layout = Layout(pipeline=2, shard=32, microbatches=8)
     kept, again = (heaviest_rank(big, Candidate(layout, recompute)) for recompute in (False, True))
     saved, eager = (
