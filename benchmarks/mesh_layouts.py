@@ -5,9 +5,9 @@
     python benchmarks/mesh_layouts.py --out FOLDER --table      # what FOLDER/rows.jsonl holds
 
 A row that has begun is never started again: after a crash or a hang (which ends the processes, with all stacks) the same command
-continues with the next row. Weights of `--shape` are random, the same in every layout and both engines. Each GPU has `--rows` rows
-of `--tokens` tokens; the host engine runs all rows of two GPUs. MFU is model FLOPs (causal attention, no recompute) per second over
-`--peak-tflops` per GPU.
+continues with the next row. Weights of `--shape` are random, the same in every layout and both engines. Each GPU has `--rows`
+rows of `--tokens` tokens; the host engine runs all rows of two GPUs. MFU is model FLOPs (causal attention, no recompute) per
+second over `--peak-tflops` per GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compares the cluster planner with published runs: prints the table of docs/parallel.md.
 
-Nothing here was fitted to these runs. The rates are those of docs/machines/h100-cluster.yaml, measured on one H200. A row varies or
-assumes what its publication does not say, and names it. The engines that ran them fuse pointwise work and gather parameters ahead of
-the pipeline; rows with hidden tensor-parallel collectives say so.
+Nothing here was fitted to these runs. The rates are those of docs/machines/h100-cluster.yaml, measured on one H200. A row varies
+or assumes what its publication does not say, and names it. The engines that ran them fuse pointwise work and gather parameters
+ahead of the pipeline; rows with hidden tensor-parallel collectives say so.
 
     PYTHONPATH=src python benchmarks/published_clusters.py
 """

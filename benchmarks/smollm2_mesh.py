@@ -5,8 +5,8 @@ Use: python benchmarks/smollm2_mesh.py MODEL DATA OUT [--section.key=value ...]
      DATA    a file of instruction, input and output (LLaMA-Factory's alpaca_en_demo.json)
      OUT     a folder that does not exist yet
 
-Both runs are `megatrain train` on a CPU in fp32, with configs that differ only in the engine. Prints losses and norms of every step
-and fails unless they agree to the tolerances below.
+Both runs are `megatrain train` on a CPU in fp32, with configs that differ only in the engine. Prints losses and norms of every
+step and fails unless they agree to the tolerances below.
 """
 
 from __future__ import annotations
