@@ -29,10 +29,9 @@ import torch.distributed as dist
 
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh import launch
-from megatrain.engine.mesh.comm_overlap import Shares, kernels_of, shares
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
-from megatrain.engine.mesh.rank_metrics import gather, numbers_of_all, numbers_of_rank
+from megatrain.engine.mesh.rank_metrics import Overlap, kernels_of, overlap_of
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.optim.adamw import AdamW
 
@@ -134,15 +133,15 @@ def mesh_row(name: str, given: argparse.Namespace) -> dict[str, Any]:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             say(f"{name}: step {number + 1} loss {result.loss:.5f} norm {result.grad_norm:.4f} {seconds[-1]:.3f} s")
-        numbers = gather(numbers_of_rank(engine.runner, device, None, None))
-        found = numbers_of_all(numbers, engine.layout, engine.runner.table(), None)
+        found = engine.step_over_ranks()
+        assert found is not None
         peaks = gathered(engine.memory()["device_peak"] / 2**30)
         timing = timing_of(engine.config, engine.structure.param_count, seconds, given, launch.world_size())
         report = {"losses": losses, "norms": norms, "start_s": start_s, "peak_gib": peaks, **timing}
         report |= {"bubble": found.bubble, "bubble_simulated": found.bubble_simulated, "imbalance": found.imbalance}
         with kernels_of(device) as kernels:
             engine.train_step(next(batches(given, launch.world_size())))
-        report["shares"] = gathered(as_shares(shares(kernels)))
+        report["shares"] = gathered(as_shares(overlap_of(kernels)))
         return report
 
 
@@ -209,8 +208,8 @@ def timing_of(
     }
 
 
-def as_shares(found: Shares) -> dict[str, float] | None:
-    """Shares of the span; None on a CPU, which has no kernels."""
+def as_shares(found: Overlap) -> dict[str, float] | None:
+    """Overlap of the span; None on a CPU, which has no kernels."""
     if found.span_s == 0.0:
         return None
     parts = {"compute": found.compute_s, "collectives": found.collectives_s, "messages": found.messages_s}

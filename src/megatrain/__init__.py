@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatrain.commands.check import check as check
     from megatrain.config.load import load_config as load_config
     from megatrain.config.schema import RunConfig as RunConfig
     from megatrain.engine.host.engine import HostEngine as HostEngine
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from megatrain.planner.run import plan as plan
     from megatrain.run.evaluate import evaluate as evaluate
     from megatrain.run.loop import train as train
-    from megatrain.run.prepare import check as check
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _HOME = {
     "RunConfig": "megatrain.config.schema",
     "StepResult": "megatrain.engine.results",
     "UserError": "megatrain.errors",
-    "check": "megatrain.run.prepare",
+    "check": "megatrain.commands.check",
     "evaluate": "megatrain.run.evaluate",
     "load_config": "megatrain.config.load",
     "plan": "megatrain.planner.run",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from megatrain.config.schema import AlertsConfig
-from megatrain.metrics.alerts import WARM_UP, AlertWatch, Rule
+from megatrain.metrics.alerts import PIPELINE_RULES, WARM_UP, AlertWatch, Rule
 from megatrain.metrics.record import Link, PipelineRecord, StepRecord
 from megatrain.units import GIB
 from step_records import record as step_record
@@ -34,7 +34,7 @@ HEALTHY = step_record(
 
 
 def watch(**limits: float | None) -> AlertWatch:
-    chosen: dict[Rule, float | None] = {r: limits.get(r, getattr(DEFAULTS, r)) for r in get_args(Rule)}
+    chosen: dict[Rule, float | None] = {r: limits.get(r, getattr(DEFAULTS, r)) for r in PIPELINE_RULES}
     return AlertWatch(chosen, DEFAULTS.steps, device_fraction=0.92)
 
 
@@ -64,18 +64,18 @@ SICK: dict[Rule, tuple[StepRecord, str]] = {
 
 
 def rules_of(watcher: AlertWatch, records: list[StepRecord]) -> list[str]:
-    return [alert.rule for one in records for alert in watcher.look(one)]
+    return [alert.rule for one in records for alert in watcher.check(one)]
 
 
 def test_every_rule_is_provoked_below() -> None:
-    assert set(SICK) == set(get_args(Rule))
+    assert set(SICK) == set(PIPELINE_RULES)
 
 
 @pytest.mark.parametrize("rule", SICK)
 def test_a_rule_speaks_once_and_names_what_to_change(rule: Rule) -> None:
     watcher, (sick, setting) = watch(), SICK[rule]
     assert rules_of(watcher, [HEALTHY] * 40) == []
-    alerts = [alert for _ in range(DEFAULTS.steps + 5) for alert in watcher.look(sick)]
+    alerts = [alert for _ in range(DEFAULTS.steps + 5) for alert in watcher.check(sick)]
     assert [alert.rule for alert in alerts] == [rule]
     assert setting in alerts[0].text
     assert "->" in alerts[0].text

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from counting import CountingEngine, Result
+from counting import CountingEngine
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
-from megatrain.config.load import load_config
+from megatrain.commands.check import check
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import StepLoader
+from megatrain.engine.results import StepResult
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.record import read_records
 from megatrain.run.loop import train
-from megatrain.run.prepare import check
-from tiny_run import config, prepare
+from tiny_run import checkpoints, log_of, make, prepare
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +40,11 @@ def begun(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def make(files: Path, tmp_path: Path, *words: str) -> RunConfig:
-    return load_config(config(files, run={"dir": str(tmp_path / "run")}), words)
-
-
 def losses(run: RunConfig) -> list[tuple[int, float | None]]:
     return [(record.step, record.loss) for record in read_records(Path(run.run.dir) / "metrics.jsonl")]
 
 
-def log_of(run: RunConfig) -> str:
-    return (Path(run.run.dir) / "log.txt").read_text()
-
-
-def checkpoints(run: RunConfig) -> list[str]:
-    return sorted(path.name for path in (Path(run.run.dir) / "checkpoints").iterdir() if path.is_dir())
-
-
-BAD = Result(float("nan"), float("inf"), 100, "gradient norm is not finite")
+BAD = StepResult(float("nan"), float("inf"), 100, "gradient norm is not finite")
 
 
 class BadBatches(CountingEngine):
@@ -67,7 +55,7 @@ class BadBatches(CountingEngine):
         self.seen: list[int] = []
         self.positions, self.spike = positions, spike
 
-    def train_step(self, batch: Any, learning_rate: float) -> Result:
+    def train_step(self, batch: Any, learning_rate: float) -> StepResult:
         position = next(p for p, one in enumerate(self.batches) if one.equal(batch["input_ids"]))
         self.seen.append(position)
         if position in self.positions and self.spike is None:
@@ -76,7 +64,7 @@ class BadBatches(CountingEngine):
         result = super().train_step(batch, learning_rate)
         if position in self.positions and self.spike is not None:
             assert result.loss is not None
-            return Result(result.loss * self.spike, 1.0, result.tokens)
+            return StepResult(result.loss * self.spike, 1.0, result.tokens)
         return result
 
 
@@ -136,7 +124,7 @@ def test_rollbacks_are_counted_and_end(files: Path, tmp_path: Path, noted: Any) 
 
 def test_without_a_checkpoint_before_it_a_divergence_ends_the_run(files: Path, tmp_path: Path, noted: Any) -> None:
     run = make(files, tmp_path, *ROLLBACK, "--schedule.steps=8", "--batch.tokens_per_step=128")
-    with pytest.raises(NumericStop, match="go on from the start"):
+    with pytest.raises(NumericStop, match="resume from the start"):
         train(run, engine=BadBatches(files, run, {0, 1}))
 
 
@@ -181,7 +169,7 @@ def test_the_file_save_saves_once_and_the_file_stop_ends_the_run(files: Path, tm
     assert not (folder / "save").exists() and not (folder / "stop").exists()
     (folder / "stop").touch()  # left from before: it must not end a run that somebody starts
     assert train(run, resume="auto", engine=CountingEngine()).step == 9
-    assert "the file stop" in log_of(run)
+    assert f"{folder / 'stop'}: from before the start" in log_of(run)
 
 
 def test_a_stop_file_ends_an_evaluation(files: Path, tmp_path: Path) -> None:
@@ -421,7 +409,7 @@ def test_a_damaged_checkpoint_is_not_trained_on(unit: str, files: Path, tmp_path
         train(make(files, tmp_path, "--schedule.steps=6"), resume="auto")
     assert caught.value.where == str(path)
     assert caught.value.remedy is not None and caught.value.remedy.endswith(f": --resume {other}")
-    assert "going on after step 4: reading" in log_of(run) and "resumed from" not in log_of(run)
+    assert "resuming after step 4: reading" in log_of(run) and "resumed from" not in log_of(run)
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4]
     train(run, resume=str(other))
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4]

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from counting import CountingEngine
+from megatrain.commands.check import check
 from megatrain.config.load import load_config
 from megatrain.errors import UserError
-from megatrain.run.folder import RunFolder
-from megatrain.run.lock import RunLock
+from megatrain.run.folder import RunFolder, RunLock
 from megatrain.run.loop import train
-from megatrain.run.prepare import check
 from tiny_run import config, group_ended, make, prepare
 
 
@@ -63,7 +62,7 @@ def test_a_second_process_is_refused_and_the_first_goes_on(
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from megatrain.run.lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from megatrain.run.folder import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
@@ -116,7 +115,7 @@ def test_a_file_system_without_locks_is_a_warning(files: Path, tmp_path: Path, m
 
 def test_a_restart_waits_for_the_attempt_before(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from megatrain.run.lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from megatrain.run.folder import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); time.sleep(0.5)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

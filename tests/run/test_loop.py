@@ -13,28 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from counting import CountingEngine, Result, Saved
+from counting import CountingEngine, Saved
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import StepLoader
+from megatrain.engine.results import StepResult
 from megatrain.errors import NumericStop, UserError
-from megatrain.metrics.record import StepRecord, read_records
 from megatrain.run.loop import TrainSummary, train
 from megatrain.run.preflight import steps_of
-from tiny_run import config, prepare, write_texts
+from tiny_run import log_of, make, prepare, records, write_texts
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("files"))
-
-
-def make(files: Path, tmp_path: Path, *overrides: str) -> RunConfig:
-    return load_config(config(files, run={"dir": str(tmp_path / "run")}), overrides)
-
-
-def records(run: RunConfig) -> list[StepRecord]:
-    return read_records(Path(run.run.dir) / "metrics.jsonl")
 
 
 def numbers(run: RunConfig) -> list[tuple[Any, ...]]:
@@ -54,10 +46,6 @@ def numbers(run: RunConfig) -> list[tuple[Any, ...]]:
         )
         for r in records(run)
     ]
-
-
-def log_of(run: RunConfig) -> str:
-    return (Path(run.run.dir) / "log.txt").read_text()
 
 
 def test_the_folder_of_a_run(files: Path, tmp_path: Path) -> None:
@@ -136,7 +124,7 @@ def test_speed_counts_no_padding(files: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_without_targets_is_not_a_loss_of_zero(files: Path, tmp_path: Path) -> None:
-    engine = CountingEngine(lambda step: Result(None, None, 0, "no target tokens") if step in (2, 3) else None)
+    engine = CountingEngine(lambda step: StepResult(None, None, 0, "no target tokens") if step in (2, 3) else None)
     run = make(files, tmp_path, "--run.max_bad_steps=2")
     train(run, engine=engine)
     found = records(run)
@@ -152,7 +140,7 @@ def test_a_step_without_targets_is_not_a_loss_of_zero(files: Path, tmp_path: Pat
 
 
 def test_steps_that_are_not_finite_stop_the_run_only_in_a_row(files: Path, tmp_path: Path) -> None:
-    bad = Result(float("nan"), float("inf"), 100, "gradient norm is not finite")
+    bad = StepResult(float("nan"), float("inf"), 100, "gradient norm is not finite")
     run = make(files, tmp_path, "--schedule.steps=9", "--run.max_bad_steps=3", "--checkpoint.every_steps=5")
     with pytest.raises(NumericStop) as caught:
         train(run, engine=CountingEngine(lambda step: bad if step in (2, 3, 6, 7, 8) else None))
@@ -169,7 +157,7 @@ def test_steps_that_are_not_finite_stop_the_run_only_in_a_row(files: Path, tmp_p
 
 
 def test_a_run_that_skipped_all_of_its_steps_has_failed(files: Path, tmp_path: Path) -> None:
-    bad = Result(float("nan"), float("inf"), 100, "gradient norm is not finite")
+    bad = StepResult(float("nan"), float("inf"), 100, "gradient norm is not finite")
     run = make(files, tmp_path, "--schedule.steps=3", "--run.max_bad_steps=10")
     with pytest.raises(
         NumericStop, match="nothing was trained: all 3 steps were skipped, the last because of: gradient"
@@ -180,7 +168,7 @@ def test_a_run_that_skipped_all_of_its_steps_has_failed(files: Path, tmp_path: P
 
 
 def test_a_run_that_took_one_step_has_not(files: Path, tmp_path: Path) -> None:
-    bad = Result(float("nan"), float("inf"), 100, "gradient norm is not finite")
+    bad = StepResult(float("nan"), float("inf"), 100, "gradient norm is not finite")
     run = make(files, tmp_path, "--schedule.steps=3", "--run.max_bad_steps=10")
     assert train(run, engine=CountingEngine(lambda step: bad if step > 1 else None)).step == 3
 
@@ -248,7 +236,7 @@ def test_a_crash_loses_nothing_but_the_steps_after_the_checkpoint(files: Path, t
     assert "Traceback" in log_of(run)
     train(run, resume="latest", engine=CountingEngine())
     assert numbers(run) == numbers(whole)
-    assert "metrics.jsonl: 2 records after step 3 removed" in log_of(run)
+    assert "metrics.jsonl: 2 records after step 3 dropped" in log_of(run)
 
 
 def test_resuming_a_finished_run_does_nothing(files: Path, tmp_path: Path) -> None:
@@ -359,7 +347,7 @@ def test_the_save_after_a_signal_is_said_before_it_and_the_stop_behind_it(files:
     run = make(files, tmp_path)
     train(run, engine=CountingEngine(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None))
     lines = [line.partition(" ")[2].partition(" ")[2] for line in log_of(run).splitlines()[-3:]]
-    assert re.fullmatch(r"saving step 3 \([\d.]+ MiB\); a second signal gives it up", lines[0])
+    assert re.fullmatch(r"saving step 3 \([\d.]+ MiB\); a second signal aborts it", lines[0])
     assert lines[1].startswith("step 3: saved ")
     assert lines[2] == "stopped by SIGTERM after step 3 of 4"
 
@@ -374,7 +362,7 @@ def test_a_second_signal_during_the_save_says_where_the_run_goes_on(files: Path,
     run = make(files, tmp_path, "--checkpoint.every_steps=2")
     with pytest.raises(KeyboardInterrupt) as caught:
         train(run, engine=Insisted(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None))
-    assert str(caught.value) == "interrupted; go on from step_000002 with --resume auto"
+    assert str(caught.value) == "interrupted; resume from step_000002 with --resume auto"
     assert log_of(run).endswith(f" {caught.value}\n")
     assert "Traceback" not in log_of(run) and "stopped by" not in log_of(run)
 

@@ -10,33 +10,21 @@ from typing import Any
 import orjson
 import pytest
 
-from counting import CountingEngine, Result
+from counting import CountingEngine
 from megatrain.checkpoint.reader import saved_extra
 from megatrain.commands.main import main
-from megatrain.config.load import load_config
-from megatrain.config.schema import RunConfig
+from megatrain.data.rows import Prefetcher
+from megatrain.engine.results import StepResult
 from megatrain.errors import HostMemoryLow, UserError
 from megatrain.metrics.record import Link, PipelineRecord, read_records
-from megatrain.run import watermark
-from megatrain.run.loop import Prefetcher, train
-from tiny_run import config, prepare
+from megatrain.run import health
+from megatrain.run.loop import train
+from tiny_run import checkpoints, config, log_of, make, prepare
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("files"))
-
-
-def make(files: Path, tmp_path: Path, *words: str) -> RunConfig:
-    return load_config(config(files, run={"dir": str(tmp_path / "run")}), words)
-
-
-def log_of(run: RunConfig) -> str:
-    return (Path(run.run.dir) / "log.txt").read_text()
-
-
-def checkpoints(run: RunConfig) -> list[str]:
-    return sorted(path.name for path in (Path(run.run.dir) / "checkpoints").iterdir() if path.is_dir())
 
 
 def test_every_step_of_a_run_says_where_its_time_went(files: Path, tmp_path: Path) -> None:
@@ -117,7 +105,7 @@ def test_a_rollback_follows_an_alert_whatever_a_divergence_would(
 def test_figures_of_an_engine_reach_the_rules(files: Path, tmp_path: Path) -> None:
     sick = PipelineRecord(computed_s=0.0, waited_s={"slabs": 1.0}, slabs=2, slabs_in_use=2, slab_waits=7)
     run = make(files, tmp_path, *STEPS, "--alerts.data_wait=null")
-    train(run, engine=CountingEngine(lambda step: Result(1.0, 1.0, 10, pipeline=sick)))
+    train(run, engine=CountingEngine(lambda step: StepResult(1.0, 1.0, 10, pipeline=sick)))
     assert "alert slab_wait" in log_of(run)
     assert "memory.gradient_slabs" in log_of(run)
 
@@ -146,8 +134,8 @@ class Filling:
 @pytest.fixture
 def filling(monkeypatch: pytest.MonkeyPatch) -> Filling:
     filling = Filling()
-    monkeypatch.setattr(watermark, "EVERY_S", 0.005)
-    monkeypatch.setattr(watermark.HostWatermark.__init__, "__defaults__", (filling.available,))
+    monkeypatch.setattr(health, "WATERMARK_EVERY_S", 0.005)
+    monkeypatch.setattr(health.HostWatermark.__init__, "__defaults__", (filling.available,))
     return filling
 
 

@@ -1,8 +1,9 @@
-"""When a run saves, and with what: the settings of `checkpoint` reach the engine."""
+"""The settings of `checkpoint` reach the engine, and the disk space for checkpoints is known before the start."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from megatrain.checkpoint.async_save import SaveProgress
-from megatrain.config.schema import CheckpointConfig
+from megatrain.checkpoint.writer import SLACK_BYTES, refuse_if_no_room
+from megatrain.config.load import load_config
+from megatrain.config.schema import CheckpointConfig, RunConfig
+from megatrain.errors import UserError
 from megatrain.run.folder import RunFolder
-from megatrain.run.saves import RunSaves
+from megatrain.run.saves import RunSaves, checkpoints_at_once, refuse_if_disk_too_small
 
 
 class Recorder:
@@ -28,9 +32,15 @@ class Recorder:
 @pytest.mark.parametrize(("buffer_gib", "buffer_bytes"), [("auto", None), (0.5, 1 << 29)])
 def test_the_bound_on_copies_holds_for_weights_too(buffer_gib: Any, buffer_bytes: int | None, tmp_path: Path) -> None:
     engine: Any = Recorder()
-    saves = RunSaves(engine, RunFolder(tmp_path), CheckpointConfig(buffer_gib=buffer_gib), dict, 0, None)
-    saves.save_weights(1)
-    saves.save(1)
+    saves = RunSaves(
+        engine,
+        RunFolder(tmp_path),
+        CheckpointConfig(buffer_gib=buffer_gib, every_steps=1, weights_every_steps=1),
+        dict,
+        0,
+        None,
+    )
+    saves.save_if_due(1)
     assert [given["buffer_bytes"] for given in engine.asked] == [buffer_bytes, buffer_bytes]
 
 
@@ -54,9 +64,54 @@ def test_a_save_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     saves = RunSaves(Engine(), RunFolder(tmp_path), CheckpointConfig(), dict, 0, None)
     with caplog.at_level(logging.INFO, "megatrain.run.saves"):
         saves.save(2)
-        saves.report()
+        saves.after_step(3, 1.0)
     (line,) = caplog.messages
     assert line == (
-        f"step 2: saved {tmp_path / 'checkpoints' / 'step_000002'} in 16.7 s: 1.50 GiB at 0.12 GiB/s, read back in 4.2 s; "
-        "updates waited 2.0 s for it (a larger checkpoint.buffer_gib lets them wait less)"
+        f"step 2: saved {tmp_path / 'checkpoints' / 'step_000002'} in 16.7 s: 1.50 GiB at 0.12 GiB/s, read back in 4.2 s, "
+        "updates waited 2.0 s (a larger checkpoint.buffer_gib shortens it)"
     )
+
+
+# ------------------------------------------------------------------ disk space
+
+
+def run(*overrides: str) -> RunConfig:
+    sections = {"model": {"path": "m"}, "data": {"train": "a", "max_tokens": 16}, "batch": {"tokens_per_step": 64}}
+    return load_config({**sections, "run": {"dir": "r"}}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "count"),
+    [
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=2"), 100, 3),
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=null"), 100, 10),
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=null"), 105, 11),
+        (("--checkpoint.every_steps=null",), 100, 1),
+        (("--checkpoint.every_steps=60",), 100, 2),
+        (("--checkpoint.every_steps=null", "--checkpoint.at_end=false"), 100, 0),
+    ],
+)
+def test_checkpoints_on_disk_at_the_worst_moment(overrides: tuple[str, ...], steps: int, count: int) -> None:
+    assert checkpoints_at_once(run(*overrides), steps) == count
+
+
+def test_no_space_is_known_before_the_start(tmp_path: Path) -> None:
+    config = run("--run.dir", str(tmp_path / "not" / "yet"))
+    refuse_if_disk_too_small(config, 10, 3)
+    with pytest.raises(UserError, match="not enough space for 3 checkpoints") as caught:
+        refuse_if_disk_too_small(config, 1 << 60, 3)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_space_that_a_save_would_refuse_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the first checkpoint, when the steps before it would be lost."""
+    config, usage = run("--run.dir", str(tmp_path / "run")), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(3 * 10**6) + SLACK_BYTES - 1))
+    with pytest.raises(UserError, match="not enough space for 3 checkpoints"):
+        refuse_if_disk_too_small(config, 10**6, 3)
+    with pytest.raises(UserError, match="no room for a checkpoint"):
+        refuse_if_no_room(tmp_path / "run", 3 * 10**6 + SLACK_BYTES)
+    refuse_if_disk_too_small(config, 10**6, 2)
+    refuse_if_disk_too_small(config, 10**9, 0)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from megatrain.run import watermark
-from megatrain.run.watermark import HostWatermark
+from megatrain.run import health
+from megatrain.run.health import HostWatermark
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watermark, "EVERY_S", 0.001)
+    monkeypatch.setattr(health, "WATERMARK_EVERY_S", 0.001)
 
 
 def falling(values: list[int]) -> Callable[[], int]:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
+from megatrain.metrics.record import StepRecord, read_records
 from tiny_tokenizer import CHATML, make_tokenizer
 
 # Words of the corpus that the tokenizer was trained on: about a token each.
@@ -90,6 +91,19 @@ def prepare(folder: Path) -> Path:
 def make(files: Path, tmp_path: Path, *overrides: str) -> RunConfig:
     """The config of a run in `tmp_path`, of the files of `prepare`."""
     return load_config(config(files, run={"dir": str(tmp_path / "run")}), overrides)
+
+
+def records(run: RunConfig) -> list[StepRecord]:
+    return read_records(Path(run.run.dir) / "metrics.jsonl")
+
+
+def log_of(run: RunConfig) -> str:
+    return (Path(run.run.dir) / "log.txt").read_text()
+
+
+def checkpoints(run: RunConfig) -> list[str]:
+    """Names of the checkpoints, oldest first."""
+    return sorted(path.name for path in (Path(run.run.dir) / "checkpoints").iterdir() if path.is_dir())
 
 
 def group_ended() -> Iterator[None]:

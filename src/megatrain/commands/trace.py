@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from megatrain.config.schema import RunConfig
+from megatrain.data.rows import Prefetcher
 from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.spans import Span, chrome_trace, draw_trace
-from megatrain.run.ledger import nearest_existing
-from megatrain.run.loop import Prefetcher
-from megatrain.run.prepare import make_engine, prepare
+from megatrain.run.engine_factory import make_engine
+from megatrain.run.folder import nearest_existing
+from megatrain.run.prepare import prepare
 
 Batch = dict[str, torch.Tensor]
 

@@ -19,9 +19,10 @@ by the epoch. Nothing is remembered between steps, so the step number alone is e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -271,3 +272,49 @@ class StepLoader:
         rows = np.concatenate([permutation(count, self._seed, 1, group, one) for one in passes])
         skip = begin - passes[0] * count
         return rows[skip : skip + take]
+
+
+class Batches(Protocol):
+    """The part of a `StepLoader` that a prefetcher uses."""
+
+    def batch(self, step: int, /) -> dict[str, Tensor]: ...
+    def rows_of(self, step: int, /) -> Any: ...
+
+
+class Prefetcher:
+    """Batches in step order, each built by a thread while the previous step is computed.
+
+    An error of the thread is raised by the `next` that would have returned its batch.
+
+    Args:
+        loader: Builds the batches.
+        first, end: Range of step numbers.
+    """
+
+    def __init__(self, loader: Batches, first: int, end: int):
+        self._loader, self._position, self._end = loader, first, end
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: Future[tuple[dict[str, Tensor], list[int]]] | None = None
+
+    def __enter__(self) -> Prefetcher:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def next(self) -> tuple[dict[str, Tensor], list[int]]:
+        """The next step's batch and the numbers of its rows."""
+        assert self._ahead is not None, f"there is no batch {self._position} of {self._end}"
+        made = self._ahead.result()
+        self._position += 1
+        self._start()
+        return made
+
+    def _start(self) -> None:
+        more = self._position < self._end
+        self._ahead = self._pool.submit(self._make, self._position) if more else None
+
+    def _make(self, position: int) -> tuple[dict[str, Tensor], list[int]]:
+        # both calls here: the loader keeps the order of the latest epoch asked for, so only one thread may ask
+        return self._loader.batch(position), self._loader.rows_of(position).tolist()

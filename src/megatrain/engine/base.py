@@ -16,6 +16,7 @@ from megatrain.engine import batches
 from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
+from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
 from megatrain.models.build import (
     build_from_memory,
@@ -153,6 +154,10 @@ class Engine(ABC):
     def counters(self) -> dict[str, int | float | str]:
         """Counts, bytes and seconds of the latest step, for diagnosis; the keys depend on the engine."""
         return {}
+
+    def step_over_ranks(self) -> MeshRecord | None:
+        """Figures of the latest `train_step` over all ranks, where there are several. Collective."""
+        return None
 
     def interrupt(self, error: BaseException) -> bool:
         """From another thread: end the step in progress, or the next one, with `error`; the state stays as before that step.

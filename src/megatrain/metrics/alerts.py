@@ -1,8 +1,8 @@
-"""Alerts: rules over the records of a run's steps. A pure function of a record, and the little that must be remembered.
+"""Alerts: rules over the records of a run's steps.
 
-An alert names what was seen, the cause, and the setting to change. A rule speaks when `steps` records in a row break it, once,
-and again only after as many in a row have kept it: a save that follows an alert may well interrupt what it was about. The
-first `WARM_UP` steps of a process compile and fill buffers; they are not judged.
+An alert names the symptom, the cause, and the setting to change. A rule speaks when enough records in a row break it, once, and
+again only after enough in a row have kept it: the save that an alert triggers may well interrupt the symptom. Records that do not
+have a rule's figure do not count for it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,34 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from megatrain.metrics.record import PipelineRecord, StepRecord
+from megatrain.metrics.record import MeshRecord, PipelineRecord, StepRecord
 
-Rule = Literal["link_share", "gpu_busy", "speed", "device_memory", "slab_wait", "optimizer_wait", "data_wait"]
+PipelineRule = Literal["link_share", "gpu_busy", "speed", "device_memory", "slab_wait", "optimizer_wait", "data_wait"]
+"""Rules with a threshold and an action in the config's `alerts`."""
+RankRule = Literal["mfu_floor", "imbalance", "straggler"]
+"""Rules over all ranks of the mesh engine."""
+Rule = PipelineRule | RankRule
+PIPELINE_RULES: tuple[PipelineRule, ...] = get_args(PipelineRule)
 
 WARM_UP = 5
+"""The first steps of a process compile and fill buffers: pipeline rules do not judge them."""
 MEDIAN_STEPS = 50
 LEAST_MEDIAN_STEPS = 20
 WAITS_SHARE = 0.05
-"""A GPU that waits for copies for less of a step than this does not wait."""
+"""A GPU that waits for copies for less than this share of a step is not waiting."""
 LARGE_COPY_BYTES = 4 << 20
-"""Smaller copies than this, on average, do not reach the link's rate on any machine."""
+"""Copies smaller than this, on average, do not reach the link's rate on any machine."""
+RANK_LIMITS: dict[RankRule, float] = {"imbalance": 0.2, "straggler": 0.2}
+"""imbalance: excess of the busiest stage over the mean; straggler: excess of a rank's own work over the median of its peers'."""
+RANK_STEPS = 5
+"""Records in a row that must break a rank rule; one that keeps it is enough to arm it again."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Attributes: `rule` that was broken; `text` for people: what was seen, why, and what to change."""
+    """A broken rule, and the text for the user: symptom, cause, and what to change."""
 
     rule: Rule
     text: str
@@ -37,45 +47,42 @@ class Alert:
 def broken(
     record: StepRecord, limits: Mapping[Rule, float], device_fraction: float, usual_tokens_per_s: float | None
 ) -> dict[Rule, str]:
-    """The rules that a record breaks, each with its text. Rules about the GPU are silent where there is none.
+    """The pipeline rules that a record breaks, each with its text. Rules about the GPU are silent where there is none.
 
     Args:
-        record: Of a step that was taken.
+        record: A step that was taken.
         limits: Threshold of each rule that is on.
         device_fraction: Share of the device's memory that a plan may fill.
-        usual_tokens_per_s: The run's own median; None while it is not known.
+        usual_tokens_per_s: The run's own median; None while it is unknown.
     """
     found: dict[Rule, str] = {}
     pipeline, step_s = record.pipeline, record.step_s
     if "data_wait" in limits and record.data_wait_s > limits["data_wait"] * step_s:
         found["data_wait"] = (
-            f"data-bound: {record.data_wait_s / step_s:.0%} of a step is spent waiting for the batch\n"
-            "  -> tokenise once: let data.cache_dir lie on a local disk; a larger batch.tokens_per_step does not help"
+            f"data-bound: waiting for the batch takes {record.data_wait_s / step_s:.0%} of a step\n"
+            "  -> tokenise once: put data.cache_dir on a local disk; a larger batch.tokens_per_step does not help"
         )
     if pipeline is not None:
-        found |= _of_the_pipeline(record, pipeline, limits, device_fraction)
-    if (
-        "speed" in limits
-        and usual_tokens_per_s
-        and record.processed_tokens_per_s < limits["speed"] * usual_tokens_per_s
-    ):
+        found |= _broken_in_pipeline(record, pipeline, limits, device_fraction)
+    speed = record.processed_tokens_per_s
+    if "speed" in limits and usual_tokens_per_s and speed < limits["speed"] * usual_tokens_per_s:
         found["speed"] = (
-            f"{record.processed_tokens_per_s:,.0f} tokens/s, {record.processed_tokens_per_s / usual_tokens_per_s:.0%} of this "
-            f"run's median of {usual_tokens_per_s:,.0f}; {_largest_part(record)}\n"
+            f"{speed:,.0f} tokens/s, {speed / usual_tokens_per_s:.0%} of this run's median of {usual_tokens_per_s:,.0f}; "
+            f"{_largest_part(record)}\n"
             "  -> look for another process on this machine, a hot GPU, or a save in progress (checkpoint.every_steps); "
-            "megatrain doctor measures what is left of the machine"
+            "megatrain doctor measures the machine"
         )
     return found
 
 
-def _of_the_pipeline(
+def _broken_in_pipeline(
     record: StepRecord, pipeline: PipelineRecord, limits: Mapping[Rule, float], device_fraction: float
 ) -> dict[Rule, str]:
     found: dict[Rule, str] = {}
     step_s, waited = record.step_s, pipeline.waited_s
     if "slab_wait" in limits and (share := waited.get("slabs", 0.0) / step_s) > limits["slab_wait"]:
         found["slab_wait"] = (
-            f"gradient slabs are short: {share:.0%} of a step is spent waiting for one ({pipeline.slab_waits} times, "
+            f"short of gradient slabs: waiting for one takes {share:.0%} of a step ({pipeline.slab_waits} times, "
             f"{pipeline.slabs_in_use} of {pipeline.slabs} in use): host threads do not empty them fast enough\n"
             "  -> memory.gradient_slabs: a larger number, run.threads: more, or batch.accumulation_steps: 1 where memory allows"
         )
@@ -86,7 +93,7 @@ def _of_the_pipeline(
         share = record.device_peak_bytes / total
         if share > max(limits["device_memory"], device_fraction):
             found["device_memory"] = (
-                f"the peak takes {share:.0%} of the device's memory, more than the plan was to fill "
+                f"peak device memory is {share:.0%} of the device's, above what the plan may fill "
                 f"(memory.device_fraction: {device_fraction:g})\n"
                 "  -> a lower memory.device_fraction, or smaller batch.microbatch_rows, before a longer row runs out of memory"
             )
@@ -96,7 +103,7 @@ def _of_the_pipeline(
             f"optimizer-bound: the GPU waits for AdamW on the host for {share:.0%} of a step"
             + (f"; it reaches {rate:.0%} of the host memory's bandwidth" if rate is not None else "")
             + "\n  -> batch.tokens_per_step: a larger number gives it more time to hide in"
-            + ("; run.threads: more, it is short of them" if rate is not None and rate < 0.6 else "")
+            + ("; run.threads: more" if rate is not None and rate < 0.6 else "")
         )
     copies = sum(waited.get(name, 0.0) for name in ("weights", "inputs", "gradients")) / step_s
     for name, link in (("in", pipeline.h2d), ("out", pipeline.d2h)):
@@ -104,10 +111,10 @@ def _of_the_pipeline(
             continue
         if link.share < limits.get("link_share", 0.0) and copies > WAITS_SHARE:
             found["link_share"] = (
-                f"link-bound below the link's rate: copies {name} run at {link.gbps:.1f} GB/s, {link.share:.0%} of what was "
-                f"measured, and the GPU waits for copies for {copies:.0%} of a step\n"
-                "  -> memory.pin: all if planes are not pinned; else something shares the link or the host's memory: "
-                "megatrain doctor; a larger batch.tokens_per_step needs fewer copies a token"
+                f"link-bound, below the link's rate: copies {name} run at {link.gbps:.1f} GB/s, {link.share:.0%} of the measured "
+                f"rate, and the GPU waits for copies for {copies:.0%} of a step\n"
+                "  -> memory.pin: all if planes are not pinned; otherwise something shares the link or the host's memory: "
+                "megatrain doctor; a larger batch.tokens_per_step needs fewer copies per token"
             )
     if "gpu_busy" in limits and not found:
         busy = pipeline.computed_s / step_s
@@ -123,7 +130,7 @@ def _of_the_pipeline(
 
 
 def _largest_part(record: StepRecord) -> str:
-    """What takes most of the time in which the device does not work."""
+    """What takes most of the time in which the device is idle."""
     if record.pipeline is None:
         return f"waiting for the batch takes {record.data_wait_s:.3f} s of {record.step_s:.3f} s"
     waits = {f"waiting for {name}": seconds for name, seconds in record.pipeline.waited_s.items()}
@@ -133,12 +140,43 @@ def _largest_part(record: StepRecord) -> str:
     return f"most of the rest is {name}: {waits[name]:.3f} s of {record.step_s:.3f} s"
 
 
+def judged_over_ranks(mfu: float | None, ranks: MeshRecord, limits: Mapping[Rule, float]) -> dict[Rule, str | None]:
+    """The rank rules whose figure is known: the text of each that is broken, None for each that is kept.
+
+    Args:
+        mfu: Of the step, if known.
+        ranks: The step over all ranks.
+        limits: Threshold of each rule that is on.
+    """
+    found: dict[Rule, str | None] = {}
+    if mfu is not None and (floor := limits.get("mfu_floor")) is not None:
+        text = f"MFU under {floor:.1%} (watchdog.mfu_floor) for {RANK_STEPS} steps, {mfu:.1%} now"
+        found["mfu_floor"] = text if mfu < floor else None
+    excess = ranks.imbalance
+    if excess is not None and (limit := limits.get("imbalance")) is not None:
+        better = ranks.better_stage_layers
+        remedy = f"try parallel.stage_layers: {list(better)}" if better else "no other split of the layers is better"
+        text = (
+            f"the busiest stage takes {excess:.0%} more than the mean for {RANK_STEPS} steps (layers {list(ranks.stage_layers)})"
+            f"\n  -> {remedy}"
+        )
+        found["imbalance"] = text if excess > limit else None
+    excess = ranks.slowest_excess
+    if excess is not None and (limit := limits.get("straggler")) is not None:
+        text = (
+            f"rank {ranks.slowest_rank} does {excess:.0%} more own work than its peers for {RANK_STEPS} measured steps\n"
+            "  -> look at its machine (clocks, other processes)"
+        )
+        found["straggler"] = text if excess > limit else None
+    return found
+
+
 class AlertWatch:
-    """Looks at every record of a process.
+    """Judges every record of a process.
 
     Args:
         limits: Rule -> threshold; a rule that is missing or None is off.
-        steps: So many records in a row must break a rule.
+        steps: Records in a row that must break a pipeline rule, and that must keep it before it may speak again.
         device_fraction: As for `broken`.
     """
 
@@ -152,24 +190,39 @@ class AlertWatch:
         self._said: set[Rule] = set()
         self._seen = 0
 
-    def look(self, record: StepRecord) -> list[Alert]:
-        """The alerts that this record completes."""
+    def check(self, record: StepRecord, ranks: MeshRecord | None = None) -> list[Alert]:
+        """The alerts that this record completes.
+
+        Args:
+            record: The step; one that was skipped is not judged.
+            ranks: The same step over all ranks, where there are several.
+        """
         if record.skipped is not None or record.step_s <= 0:
             return []
+        judged = self._pipeline_rules(record)
+        if ranks is not None:
+            judged |= judged_over_ranks(None if ranks.sampled else record.mfu, ranks, self._limits)
+        return [Alert(rule, text) for rule, text in judged.items() if self._speaks(rule, text) and text is not None]
+
+    def _pipeline_rules(self, record: StepRecord) -> dict[Rule, str | None]:
         self._seen += 1
         if self._seen <= WARM_UP:
-            return []
+            return {}
         usual = statistics.median(self._speeds) if len(self._speeds) >= LEAST_MEDIAN_STEPS else None
         found = broken(record, self._limits, self._device_fraction, usual)
-        if "speed" not in found:  # a slow stretch must not become what is usual
+        if "speed" not in found:  # a slow stretch must not become the usual speed
             self._speeds.append(record.processed_tokens_per_s)
-        for rule in self._limits:
-            now, before = (self._broken, self._kept) if rule in found else (self._kept, self._broken)
-            now[rule] += 1
-            before[rule] = 0
-            if self._kept[rule] >= self._steps:
-                self._said.discard(rule)
-        long_enough: set[Rule] = {rule for rule in self._limits if self._broken[rule] >= self._steps}
-        new = [Alert(rule, text) for rule, text in found.items() if rule in long_enough - self._said]
-        self._said |= long_enough
-        return new
+        return {rule: found.get(rule) for rule in PIPELINE_RULES if rule in self._limits}
+
+    def _speaks(self, rule: Rule, text: str | None) -> bool:
+        """Count a record for a rule; whether the rule speaks now."""
+        rearm_after, needed = (self._steps, self._steps) if rule in PIPELINE_RULES else (1, RANK_STEPS)
+        now, before = (self._kept, self._broken) if text is None else (self._broken, self._kept)
+        now[rule] += 1
+        before[rule] = 0
+        if self._kept[rule] >= rearm_after:
+            self._said.discard(rule)
+        if self._broken[rule] < needed or rule in self._said:
+            return False
+        self._said.add(rule)
+        return True

@@ -38,12 +38,17 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "r
 class RunLogger:
     """Use as a context manager; while it is open, it receives what the library logs.
 
-    Lines before `open_folder` are kept and written to `log.txt` when it opens: a run's folder is made only after the
-    checks, and the checks' words belong into its log.
+    Lines before `open_folder` are kept and written to `log.txt` when it opens: a run's folder is created only after the checks,
+    whose lines belong into its log.
+
+    Args:
+        console: By default standard output.
+        quiet: Print and write nothing, on ranks that do not report.
     """
 
-    def __init__(self, console: Console | None = None):
-        self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
+    def __init__(self, console: Console | None = None, *, quiet: bool = False):
+        self._console = console or Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+        self._quiet = quiet
         self._file: RawIOBase | None = None  # without a buffer: a line that the disk refuses is gone, and no later one
         self._refused = False  # the disk has refused a line, and the user knows
         self._waiting: list[str] = []
@@ -88,6 +93,8 @@ class RunLogger:
             WriteFailed: The system refuses to open it.
         """
         assert self._file is None, f"log.txt is already open in another folder than {folder}"
+        if self._quiet:
+            return
         with writing(folder / "log.txt"):
             self._file = (folder / "log.txt").open("ab", buffering=0)
         self._write("".join(self._waiting))
@@ -203,6 +210,8 @@ class RunLogger:
         self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
 
     def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
+        if self._quiet:
+            return
         self._end_work()  # the next word on it brings it back
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
         with self._lock:
@@ -273,15 +282,12 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
 
 
 def _mesh_parts(record: StepRecord) -> list[str]:
-    """Of a run on many processes: `MFU 45.1%  bubble 0.12 (0.09 simulated)`."""
-    found = []
-    if "mfu" in record.mesh:
-        found.append(f"MFU {record.mesh['mfu']:.1%}")
-    if "bubble" in record.mesh:
-        simulated = record.mesh.get("bubble_simulated")
-        beside = f" ({simulated:.2f} simulated)" if simulated is not None else ""
-        found.append(f"bubble {record.mesh['bubble']:.2f}{beside}")
-    return found
+    """With a pipeline: `bubble 0.12 (0.09 simulated)`."""
+    if "bubble" not in record.mesh:
+        return []
+    simulated = record.mesh.get("bubble_simulated")
+    beside = f" ({simulated:.2f} simulated)" if simulated is not None else ""
+    return [f"bubble {record.mesh['bubble']:.2f}{beside}"]
 
 
 def bar_text(record: StepRecord, left_s: float) -> str:

@@ -169,6 +169,41 @@ def pipeline_from(plain: dict[str, Any]) -> PipelineRecord:
     return PipelineRecord(**known)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeshRecord:
+    """A step over all ranks of the mesh engine. None: unknown for this step.
+
+    Attributes:
+        bubble, bubble_simulated: See [Note: bubble] in engine/mesh/pipeline_schedule.py; None without a pipeline.
+        stage_busy_s: Mean over the ranks of each pipeline stage.
+        imbalance: Largest of `stage_busy_s` over their mean, minus one.
+        stage_peak_bytes: Largest over the ranks of each pipeline stage.
+        exposed_collectives_s, exposed_messages_s: Mean over the ranks.
+        slowest_rank: The rank with the most own work compared with its peers.
+        slowest_excess: Its work over the median of its peers', minus one.
+        sampled: Whether the step was profiled, which makes it slow. Not recorded.
+        stage_layers, better_stage_layers: Layers of each stage, and a split that would be more even. Not recorded.
+    """
+
+    bubble: float | None = None
+    bubble_simulated: float | None = None
+    stage_busy_s: tuple[float, ...] = ()
+    imbalance: float | None = None
+    stage_peak_bytes: tuple[int, ...] = ()
+    exposed_collectives_s: float | None = None
+    exposed_messages_s: float | None = None
+    slowest_rank: int | None = None
+    slowest_excess: float | None = None
+    sampled: bool = False
+    stage_layers: tuple[int, ...] = ()
+    better_stage_layers: tuple[int, ...] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The figures as `metrics.jsonl` holds them."""
+        left_out = ("sampled", "stage_layers", "better_stage_layers")
+        return {name: value for name, value in asdict(self).items() if value is not None and name not in left_out}
+
+
 # ---------------------------------------------------------------- the record of a step, and its file
 
 

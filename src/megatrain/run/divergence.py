@@ -42,7 +42,7 @@ class DivergenceGuard:
         self._bad_in_a_row = 0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    def look(self, record: StepRecord) -> Divergence | None:
+    def check(self, record: StepRecord) -> Divergence | None:
         not_finite = record.skipped is not None and record.trained_tokens > 0
         self._bad_in_a_row = self._bad_in_a_row + 1 if not_finite else 0
         if self._bad_in_a_row >= self._max_bad_steps:

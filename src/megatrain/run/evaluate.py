@@ -13,8 +13,9 @@ from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.run.engine_factory import make_engine
 from megatrain.run.folder import RunFolder
-from megatrain.run.prepare import make_engine, prepare_eval
+from megatrain.run.prepare import prepare_eval
 from megatrain.units import counted
 
 if TYPE_CHECKING:

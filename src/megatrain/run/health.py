@@ -1,41 +1,68 @@
-"""What a run watches of itself: its figures beside the machine's, the rules of `alerts`, and the host memory that is left."""
+"""Runtime health of a run: shares of the machine's rates, MFU, alerts, host-memory watermark."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import get_args
+from pathlib import Path
 
+import numpy as np
 import psutil
+import torch
 
-from megatrain.config.schema import RunConfig
+from megatrain.config.schema import AlertAction, RunConfig
+from megatrain.engine.plan import compute_dtype_of, device_of
 from megatrain.errors import HostMemoryLow
-from megatrain.machine.probe import known_machine
-from megatrain.metrics.alerts import Alert, AlertWatch, Rule
-from megatrain.metrics.record import PipelineRecord, StepRecord, with_shares
+from megatrain.host_memory.available import available_host_bytes
+from megatrain.machine.probe import known_machine, matrix_tflops
+from megatrain.metrics.alerts import PIPELINE_RULES, RANK_LIMITS, Alert, AlertWatch, Rule
+from megatrain.metrics.mfu import Utilisation
+from megatrain.metrics.record import MeshRecord, PipelineRecord, StepRecord, with_shares
+from megatrain.models.build import load_model_config
+from megatrain.planner.model_cost import shape_of
 from megatrain.units import size_lines
 
+WATERMARK_EVERY_S = 0.5
 
-class RunWatch:
-    """Looks at the steps of one process of a run.
+
+class RunHealth:
+    """Judges the steps of one process of a run.
 
     Args:
         run: The config.
-        process: Whose memory is told when the host's ends.
+        model_folder: The local folder behind `model.path`.
+        world: Number of processes of the run.
 
     Attributes:
-        host_bytes_left: What the system and all control groups left when the host's memory came to its end.
+        host_bytes_left: Host memory that was available when it ran low.
     """
 
-    def __init__(self, run: RunConfig, process: psutil.Process):
-        self._run, self._process = run, process
+    def __init__(self, run: RunConfig, model_folder: Path, world: int):
+        self._run, self._process = run, psutil.Process()
         self.host_bytes_left = 0
-        limits: dict[Rule, float | None] = {rule: getattr(run.alerts, rule) for rule in get_args(Rule)}
+        limits: dict[Rule, float | None] = {rule: getattr(run.alerts, rule) for rule in PIPELINE_RULES}
+        limits |= {"mfu_floor": run.watchdog.mfu_floor, **RANK_LIMITS}
+        if device_of(run.run.device).type == "cpu":
+            # Ranks of one host share its processors there, and threads that wait for work take processor time, too.
+            limits["straggler"] = None
         self._alerts = AlertWatch(limits, run.alerts.steps, run.memory.device_fraction)
         self._machine = known_machine(run.run.device) if run.metrics.instruments else None
+        self._utilisation = utilisation_of(run, model_folder, world)
 
-    def figures(self, found: PipelineRecord | None, data_wait_s: float) -> PipelineRecord | None:
-        """The engine's figures with what it cannot know: shares of the machine's measured rates, and the wait for data."""
+    @property
+    def host_rss_bytes(self) -> int:
+        """Resident set of this process."""
+        return self._process.memory_info().rss
+
+    def mfu(self, document_tokens: np.ndarray, trained_tokens: int, seconds: float) -> float | None:
+        """See `Utilisation.mfu`; None where no peak is known."""
+        if self._utilisation is None:
+            return None
+        return self._utilisation.mfu(document_tokens, trained_tokens, seconds)
+
+    def pipeline(self, found: PipelineRecord | None, data_wait_s: float) -> PipelineRecord | None:
+        """The engine's figures, completed by shares of the machine's measured rates and the wait for data."""
         if found is None:
             return None
         machine = self._machine
@@ -47,21 +74,82 @@ class RunWatch:
         )
         return replace(found, waited_s={**found.waited_s, "data": data_wait_s})
 
-    def alerts(self, record: StepRecord) -> list[tuple[Alert, str]]:
-        """The alerts that a step's record completes, each with the action that the config wants."""
-        return [(alert, getattr(self._run.alerts, f"{alert.rule}_action")) for alert in self._alerts.look(record)]
+    def alerts(self, record: StepRecord, ranks: MeshRecord | None) -> list[tuple[Alert, AlertAction]]:
+        """The alerts that a step completes, each with the action that the config wants."""
+        return [
+            (alert, getattr(self._run.alerts, f"{alert.rule}_action", "warn"))
+            for alert in self._alerts.check(record, ranks)
+        ]
 
     def host_memory_low(self, memory: Mapping[str, int]) -> HostMemoryLow:
-        """The error that ends a run whose host memory has come to its end. `memory`: the engine's, by purpose."""
+        """The error that ends a run whose host memory is low, with the breakdown of the engine's `memory`."""
         lines = {
-            "left, of all groups and of the system": self.host_bytes_left,
-            "of this process (resident set)": self._process.memory_info().rss,
-            **{name.replace("host_", "in it: "): size for name, size in memory.items() if name.startswith("host_")},
+            "available (system and control groups)": self.host_bytes_left,
+            "this process (resident set)": self.host_rss_bytes,
+            **{name.replace("host_", "of it: "): size for name, size in memory.items() if name.startswith("host_")},
         }
         table = "\n".join(size_lines(lines, smallest_bytes=1))
         return HostMemoryLow(
             f"host memory is below memory.host_reserve_gib: {self._run.memory.host_reserve_gib:g}; the run was saved and ended "
             f"before the system kills it\n{table}\n"
-            "  -> end what else runs here, or take less: memory.host_gib, activations.offload_input: off, fewer rows a step "
-            "(batch.tokens_per_step); then go on with --resume auto"
+            "  -> end other processes on this machine, or use less: memory.host_gib, activations.offload_input: off, fewer rows "
+            "per step (batch.tokens_per_step); then resume with --resume auto"
         )
+
+
+def utilisation_of(run: RunConfig, model_folder: Path, world: int) -> Utilisation | None:
+    """Computes a run's MFU; None on a CPU, for fp32, and where the GPU's matrix peak is unknown.
+
+    The ranks of the mesh engine measure an unknown peak at their start.
+    """
+    device = device_of(run.run.device)
+    if device.type != "cuda":
+        return None
+    if compute_dtype_of(run.precision.compute_dtype, device) not in (torch.bfloat16, torch.float16):
+        return None
+    machine = known_machine(device)
+    if machine is None and run.engine == "host":
+        return None
+    peak_tflops = machine.matrix_tflops if machine is not None else matrix_tflops(device)
+    config = load_model_config(model_folder, run.model.trust_remote_code)
+    shape = shape_of(
+        config, attn_implementation=run.model.attn_implementation, trust_remote_code=run.model.trust_remote_code
+    )
+    return Utilisation(shape, peak_tflops * world)
+
+
+class HostWatermark:
+    """While open, reads the available host memory twice a second and calls `on_low` once when it is below the reserve.
+
+    Args:
+        reserve_bytes: What must stay available; 0 disables the watermark.
+        on_low: Called from the thread with the bytes that are available.
+        available: Returns the available bytes.
+    """
+
+    def __init__(
+        self,
+        reserve_bytes: int,
+        on_low: Callable[[int], None],
+        available: Callable[[], int] = available_host_bytes,
+    ):
+        self._reserve_bytes, self._on_low, self._available = reserve_bytes, on_low, available
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="host-watermark", daemon=True)
+
+    def __enter__(self) -> HostWatermark:
+        if self._reserve_bytes:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._reserve_bytes:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATERMARK_EVERY_S):
+            left = self._available()
+            if left < self._reserve_bytes:
+                self._on_low(left)
+                return

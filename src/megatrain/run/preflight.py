@@ -1,9 +1,9 @@
-"""What can be said of a run in a second, before anything slow is begun: paths, folders, and settings that cannot be.
+"""Checks of a run that take a second: paths, folders, and settings that cannot work.
 
-    preflight   for a run: its folder, the checkpoint it goes on from, model and data files, optimizer, device, schedule
+    preflight   a run: its folder, the checkpoint it resumes from, model and data files, optimizer, device, schedule
     open_model  the files of the model: config and tokenizer
 
-Every look adds what is wrong to one list. Nothing is tokenised, built or compared here; see check.py for that.
+Every check adds its problems to one list. Nothing is tokenised, built or compared here; see prepare.py for that.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.reader import saved_extra
 from megatrain.config.schema import ChangeName, ParallelConfig, RunConfig
+from megatrain.data.load import check_row_length
+from megatrain.data.render import read_template
+from megatrain.data.sources import find_files
+from megatrain.engine.plan import MOST_THREADS, device_of
 from megatrain.errors import Problems, UserError
-from megatrain.run import ledger
-from megatrain.run.folder import RunFolder
+from megatrain.models.build import find_model_folder, known_positions, load_model_config
+from megatrain.models.weights import find_weight_files
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.schedule import Schedule, whole_steps
+from megatrain.optim.spec import ParamGroup
+from megatrain.run.folder import RunFolder, nearest_existing
 from megatrain.run.resume import Start, Steps, refuse_known_changes
 from megatrain.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from megatrain.optim.adamw import AdamW
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,8 @@ class ModelFiles:
 
     Attributes:
         folder: The local folder behind `model.path`.
-        config: Its config.
-        tokenizer: Its Hugging Face tokenizer.
-        vocab_size: Rows of the model's embedding.
-        positions: The most positions it knows; None: no limit.
+        config: The model's config.
+        tokenizer: The Hugging Face tokenizer.
     """
 
     folder: Path
@@ -45,19 +50,19 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
+        """Rows of the model's embedding."""
         return self.config.get_text_config().vocab_size
 
     @property
     def positions(self) -> int | None:
-        from megatrain.models.build import known_positions
-
+        """Longest row that the model has positions for; None: no limit."""
         return known_positions(self.config)
 
 
 def preflight(
     run: RunConfig, problems: Problems, *, resume: str | None, allowed: Collection[ChangeName]
 ) -> tuple[Start, ModelFiles | None]:
-    """Look at everything that is known at once, before training; what is wrong goes into `problems`."""
+    """Run every fast check; what is wrong goes into `problems`. Returns the run's start and the model's files."""
     start = Start()
     with problems.collect():
         start = _start(run, resume)
@@ -66,11 +71,14 @@ def preflight(
     with problems.collect():
         optimizer(run)
     with problems.collect():
-        _check_device(run)
+        device_of(run.run.device)
     with problems.collect():
         _check_threads(run)
     if run.engine == "host":
-        _find_mesh_settings(run, problems)
+        for name in ParallelConfig.model_fields:
+            if getattr(run.parallel, name) != getattr(ParallelConfig(), name):
+                what, remedy = "is a setting of the mesh engine", "set engine: mesh, or leave it out"
+                problems.found.append(UserError(what, f"parallel.{name}", remedy))
     steps = None
     if run.schedule.steps is not None:
         with problems.collect():
@@ -80,24 +88,20 @@ def preflight(
     model = preflight_model(run, problems)
     if model is not None and run.model.init == "pretrained" and start.start_from is None:
         with problems.collect():
-            _check_weights(model.folder)
+            find_weight_files(model.folder)  # the keys of all weight files, against the index if there is one
     preflight_data(run, problems, model)
     return start, model
 
 
 def preflight_model(run: RunConfig, problems: Problems) -> ModelFiles | None:
-    """`open_model`, with its error in `problems`."""
+    """`open_model`; its error goes into `problems`."""
     with problems.collect():
         return open_model(run)
     return None
 
 
 def preflight_data(run: RunConfig, problems: Problems, model: ModelFiles | None) -> None:
-    """What can be said of the data without a tokenizer: whether files, template and cache are there, and rows fit."""
-    from megatrain.data.load import check_row_length
-    from megatrain.data.render import read_template
-    from megatrain.data.sources import find_files
-
+    """Checks of the data that need no tokenizer: files, template and cache exist, rows fit the model."""
     val = run.data.val.sources or () if run.data.val is not None else ()
     for name, sources in (("data.train", run.data.train), ("data.val.sources", val)):
         for number, source in enumerate(sources):
@@ -120,18 +124,16 @@ def open_model(run: RunConfig) -> ModelFiles:
     Raises:
         UserError: There is no such model, or it has no usable tokenizer.
     """
-    from megatrain.models.build import find_model_folder, load_model_config
-
     folder = find_model_folder(run.model.path)
     config = load_model_config(folder, run.model.trust_remote_code)
     return ModelFiles(folder, config, load_tokenizer(folder, run.model.trust_remote_code))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer that lies in a model folder.
+    """The tokenizer in a model folder.
 
     Raises:
-        UserError: There is none, or it cannot be read.
+        UserError: The folder has none, or it cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -148,9 +150,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
 def optimizer(run: RunConfig) -> AdamW:
     """The optimizer that the config describes."""
-    from megatrain.optim.adamw import AdamW
-    from megatrain.optim.spec import ParamGroup
-
     section = run.optim
     return AdamW(
         learning_rate=section.learning_rate,
@@ -167,18 +166,15 @@ def steps_of(run: RunConfig, steps_per_epoch: int | None = None) -> Steps:
 
     Args:
         run: The config.
-        steps_per_epoch: Counted after packing, so that they are the run's real ones; None where the config gives the number
-            of steps.
+        steps_per_epoch: Counted after packing; None where the config gives the number of steps.
 
     Raises:
         UserError: The warm-up does not fit.
     """
-    from megatrain.optim.schedule import Schedule, whole_steps
-
     section = run.schedule
     assert steps_per_epoch is not None or section.steps is not None, "a length in epochs needs the data"
     total = section.total_steps(steps_per_epoch or 0)
-    # A share is less than the whole, and only its rounding makes it all of a short run: one step to try things out must go.
+    # A share is less than the whole, and only rounding makes it all of a short run; a trial run of one step must work.
     share = whole_steps(section.warmup_ratio, total) if section.warmup_ratio else 0
     warmup = min(share, total - 1) if section.warmup_ratio else section.warmup_steps or 0
     if warmup >= total:
@@ -194,12 +190,12 @@ def steps_of(run: RunConfig, steps_per_epoch: int | None = None) -> Steps:
 
 
 def refuse_unwritable(folder: Path, remedy: str) -> None:
-    """Raise if a folder cannot be made, or nothing can be written into it.
+    """Raise if a folder cannot be created or written to.
 
     Raises:
-        UserError: Names the folder, or the nearest one above it that exists.
+        UserError: Names the folder, or the nearest existing one above it.
     """
-    place = ledger.nearest_existing(folder)
+    place = nearest_existing(folder)
     if not place.is_dir():
         raise UserError("is a file, not a folder", str(place), remedy)
     if not os.access(place, os.W_OK):
@@ -207,8 +203,6 @@ def refuse_unwritable(folder: Path, remedy: str) -> None:
 
 
 def _start(run: RunConfig, resume: str | None) -> Start:
-    from megatrain.checkpoint.reader import saved_extra
-
     start_from = RunFolder(run.run.dir).resume_point(resume)
     return Start(start_from, saved_extra(start_from)) if start_from is not None else Start()
 
@@ -220,38 +214,15 @@ def _check_folder(run: RunConfig) -> None:
 
 
 def _check_cache(folder: Path) -> None:
-    """A cache that exists may be read without being written."""
+    """An existing cache need not be writable."""
     if not folder.is_dir():
         refuse_unwritable(folder, "set data.cache_dir to another place")
 
 
-def _check_device(run: RunConfig) -> None:
-    from megatrain.engine.plan import device_of
-
-    device_of(run.run.device)
-
-
 def _check_threads(run: RunConfig) -> None:
-    from megatrain.engine.plan import MOST_THREADS
-
     if run.run.threads is not None and run.run.threads > MOST_THREADS:
         raise UserError(
             f"{run.run.threads} threads are more than the {MOST_THREADS} that this machine can use",
             "run.threads",
-            "leave it out: the cores of the process are used",
+            "leave it out to use the cores of the process",
         )
-
-
-def _find_mesh_settings(run: RunConfig, problems: Problems) -> None:
-    """What the host engine would silently leave aside."""
-    for name in ParallelConfig.model_fields:
-        if getattr(run.parallel, name) != getattr(ParallelConfig(), name):
-            what = "is a setting of the mesh engine"
-            problems.found.append(UserError(what, f"parallel.{name}", "set engine: mesh, or leave it out"))
-
-
-def _check_weights(folder: Path) -> None:
-    """The keys of all weight files, against the index if there is one."""
-    from megatrain.models.weights import find_weight_files
-
-    find_weight_files(folder)

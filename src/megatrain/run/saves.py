@@ -1,8 +1,9 @@
-"""The checkpoints of a run as it goes: when they are written, what is said of them, and what happens when one fails."""
+"""The checkpoints of a run: when they are written, the disk space they need, and what happens when one fails."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -11,36 +12,37 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
-from megatrain.config.schema import CheckpointConfig
+from megatrain.checkpoint.writer import SLACK_BYTES
+from megatrain.config.schema import CheckpointConfig, RunConfig
 from megatrain.engine.base import Engine
 from megatrain.errors import UserError
-from megatrain.run.folder import RunFolder
-from megatrain.units import GIB, gib
+from megatrain.run.folder import RunFolder, nearest_existing
+from megatrain.units import GIB, counted, gib
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0
-"""A save that takes longer says how far it is, this often."""
+"""Interval of the log lines of a long save."""
 REPORTED_S = 1.0
-"""A save that took longer, or held updates up for longer, says so at its end."""
+"""A save that took longer, or delayed updates for longer, says so at its end."""
 PREPARED_S = 30.0
-"""The copies' memory is made ready this long before a save: one thread touched 3.2 GiB/s of what was never used."""
+"""How long before a save its staging buffers are allocated: one thread first touches memory at 3.2 GiB/s."""
 
 
 class RunSaves:
     """Saves one run's engine into the run's folder.
 
-    The end of a save (`latest`, the removal of old checkpoints, its line in the log) happens in the thread that writes it: it
-    belongs to the save, and removing a large checkpoint takes a while. `checkpoint` and `saved_step` are set there too.
+    The end of a save (`latest`, the removal of old checkpoints, its log line) happens in the thread that writes it: removing a
+    large checkpoint takes a while. `checkpoint` and `saved_step` are set there, too.
 
     Args:
         engine: The engine whose state is saved.
-        folder: The run's.
-        config: When and how.
-        extra: Gives what to keep with a checkpoint.
+        folder: The run's folder.
+        config: When and how to save.
+        extra: Returns the data to store with a checkpoint.
         step, checkpoint: Where the run starts from.
-        size_bytes: Of a checkpoint, for people.
-        state: Shows what a run waits for, see `RunLogger.state`.
+        size_bytes: Size of a checkpoint, for log lines.
+        state: Shows what the run waits for, see `RunLogger.state`.
     """
 
     def __init__(
@@ -59,95 +61,98 @@ class RunSaves:
         self._state = state
         self._running: SaveHandle | None = None
         self._running_step = step
-        self._said_s = 0.0
+        self._reported_s = 0.0
         self._lock = threading.Lock()
+        self._buffer_bytes = None if config.buffer_gib == "auto" else int(config.buffer_gib * GIB)
+
+    def after_step(self, step: int, step_s: float) -> None:
+        """Log the progress of a long save; if the next one is near, let the engine prepare it.
+
+        Args:
+            step: The step just taken.
+            step_s: How long it took.
+        """
+        self._report()
+        every = self._config.every_steps
+        if every is not None and self._config.background:
+            steps_left = every - step % every
+            if steps_left == 1 or steps_left * step_s <= PREPARED_S:
+                self._engine.prepare_save(self._buffer_bytes)
+
+    def save_if_due(self, step: int) -> None:
+        """Save after a step if `checkpoint.every_steps` or `weights_every_steps` says so."""
+        if is_due(self._config.weights_every_steps, step):
+            self._save_weights(step)  # first: it is the smaller one, and the second waits for the first
+        if is_due(self._config.every_steps, step):
+            self.save(step)
 
     def save(self, step: int) -> None:
-        """Save after a step; in the background if the run is configured so. A failure ends the run or is a warning."""
+        """Save the state after a step, unless it is saved already. A failure ends the run or is a warning, as configured."""
         if step in (self.saved_step, self._running_step):
             return
         if self._running is not None and not self._running.done():
             logger.warning(
-                "step %d is due to be saved while step %d is still being written: training waits for the disk "
+                "step %d: due to be saved while step %d is still being written: waiting for the disk "
                 "(a larger checkpoint.every_steps avoids it)", step, self._running_step
             )  # fmt: skip
-        target = self._folder.checkpoint(step)
-        if self._config.background:
-            self._attempt(target, lambda: self._start(target, step, background=True))
-            return
-        with self._saving(step):
-            self._attempt(target, lambda: self._start(target, step, background=False))
+        target, background = self._folder.checkpoint(step), self._config.background
+        with nullcontext() if background else self._saving(step):
+            self._attempt(target, lambda: self._start(target, step, background=background))
 
     def _saving(self, step: int, remark: str = "", *, shown: bool = False) -> AbstractContextManager[None]:
-        """While training waits for a save."""
+        """The state in which training waits for a save."""
         return self._state("saving", f"saving step {step} ({gib(self._size_bytes)}){remark}", shown=shown)
 
-    def prepare(self, step: int, step_s: float) -> None:
-        """After a step that took `step_s`: if the next save is near, have its memory made ready."""
-        every = self._config.every_steps
-        if every is None or not self._config.background:
-            return
-        steps_left = every - step % every
-        if steps_left == 1 or steps_left * step_s <= PREPARED_S:
-            self._engine.prepare_save(self._buffer_bytes())
-
-    def save_weights(self, step: int) -> None:
-        """Write the weights alone, for evaluation elsewhere."""
+    def _save_weights(self, step: int) -> None:
         target = self._folder.weights / self._folder.checkpoint(step).name
-
-        def write() -> None:
-            self._engine.save(
+        self._attempt(
+            target,
+            lambda: self._engine.save(
                 target,
                 weights_only=True,
                 background=self._config.background,
                 on_error=self._config.on_error,
-                buffer_bytes=self._buffer_bytes(),
-            )
+                buffer_bytes=self._buffer_bytes,
+            ),
+        )
 
-        self._attempt(target, write)
-
-    def _attempt(self, target: Path, start: Callable[[], None]) -> None:
+    def _attempt(self, target: Path, start: Callable[[], object]) -> None:
         try:
             start()
         except UserError as error:
             if self._config.on_error == "stop":
                 raise
-            logger.warning("%s was not saved, training goes on: %s", target, error)
+            logger.warning("%s not saved, training continues: %s", target, error)
 
     def _start(self, target: Path, step: int, *, background: bool) -> None:
         if target.exists():
             raise UserError("exists already; nothing is overwritten", str(target), "move it away")
-        self._running_step, self._said_s = step, time.perf_counter()
+        self._running_step, self._reported_s = step, time.perf_counter()
         self._running = self._engine.save(
             target,
             extra=self._extra(),
             background=background,
             on_error=self._config.on_error,
-            buffer_bytes=self._buffer_bytes(),
+            buffer_bytes=self._buffer_bytes,
             then=lambda progress: self._ended(target, step, progress),
         )
 
-    def _buffer_bytes(self) -> int | None:
-        buffer = self._config.buffer_gib
-        return None if buffer == "auto" else int(buffer * GIB)
-
     def _ended(self, target: Path, step: int, progress: SaveProgress) -> None:
-        """In the writer's thread: the checkpoint is whole and was read back."""
+        """Called in the writer's thread: the checkpoint is complete and was read back."""
         self._folder.mark_latest(target)
         with self._lock:
             self.saved_step, self.checkpoint = step, target
-        logger.info("step %d: saved %s in %.1f s%s", step, target, progress.seconds, _how(progress))
+        logger.info("step %d: saved %s in %.1f s%s", step, target, progress.seconds, _details(progress))
         self._folder.remove_old_checkpoints(self._config.keep, self._config.keep_every)
 
-    def report(self) -> None:
-        """After a step: say how far a long save is."""
+    def _report(self) -> None:
         if self._running is None:
             return
         progress = self._running.progress()
         if self._running.done():
             self._running = None
-        elif time.perf_counter() - self._said_s >= PROGRESS_EVERY_S:
-            self._said_s = time.perf_counter()
+        elif time.perf_counter() - self._reported_s >= PROGRESS_EVERY_S:
+            self._reported_s = time.perf_counter()
             logger.info(
                 "step %d: %.0f%% saved, %.2f GiB/s, %.0f s left, updates waited %.1f s",
                 self._running_step,
@@ -160,39 +165,78 @@ class RunSaves:
     def settle(self) -> None:
         """Wait for the save in progress. Its failure ends the run or is a warning."""
         if self._running is not None and not self._running.done():
-            logger.info("step %d is still being saved", self._running_step)
+            logger.info("step %d: still being saved", self._running_step)
         self._engine.wait_saved()
-        self.report()
+        self._report()
 
     def finish(self, step: int, remark: str = "") -> None:
         """The last save of a process: the state of `step` is on the disk when this returns.
 
         Args:
             step: The last step.
-            remark: Follows the line that says that it is being saved.
+            remark: Appended to the log line.
 
         Raises:
-            UserError: It could not be saved, whatever `checkpoint.on_error` says: there is nothing to go on with.
+            UserError: It could not be saved, whatever `checkpoint.on_error` says: the run could not be resumed.
         """
         self.settle()
         if step != self.saved_step:
             with self._saving(step, remark, shown=True):
                 self._start(self._folder.checkpoint(step), step, background=False)
-            self.report()
+            self._report()
 
     def went_back(self, step: int, checkpoint: Path) -> None:
-        """The run goes on from an older checkpoint."""
+        """The run continues from an older checkpoint."""
         self.saved_step = self._running_step = step
         self.checkpoint = checkpoint
 
 
-def _how(progress: SaveProgress) -> str:
-    """What the line of a save says of one that took long, or held updates up."""
-    held_up = progress.waited_s >= REPORTED_S
-    if not held_up and progress.seconds < REPORTED_S:
+def is_due(every: int | None, step: int) -> bool:
+    """Whether something that happens every N steps happens after this one; None: never."""
+    return every is not None and step % every == 0
+
+
+def _details(progress: SaveProgress) -> str:
+    """The end of the log line of a save that took long, or delayed updates."""
+    delayed = progress.waited_s >= REPORTED_S
+    if not delayed and progress.seconds < REPORTED_S:
         return ""
-    remedy = " (a larger checkpoint.buffer_gib lets them wait less)" if held_up else ""
+    remedy = " (a larger checkpoint.buffer_gib shortens it)" if delayed else ""
     return (
         f": {progress.written_bytes / GIB:.2f} GiB at {progress.bytes_per_s / GIB:.2f} GiB/s, "
-        f"read back in {progress.read_back_s:.1f} s; updates waited {progress.waited_s:.1f} s for it{remedy}"
+        f"read back in {progress.read_back_s:.1f} s, updates waited {progress.waited_s:.1f} s{remedy}"
     )
+
+
+# ---------------------------------------------------------------- disk space
+
+
+def checkpoints_at_once(run: RunConfig, total_steps: int) -> int:
+    """Largest number of checkpoints on disk at once: an old one is removed only when the new one is complete."""
+    every = run.checkpoint.every_steps
+    made = (total_steps // every if every else 0) + (
+        1 if run.checkpoint.at_end and not (every and total_steps % every == 0) else 0
+    )
+    return made if run.checkpoint.keep is None else min(made, run.checkpoint.keep + 1)
+
+
+def refuse_if_disk_too_small(run: RunConfig, checkpoint_bytes: int, count: int) -> None:
+    """Compare the checkpoints with the free space where the run's folder is, or will be.
+
+    Args:
+        run: The config.
+        checkpoint_bytes: Size of one checkpoint.
+        count: Number of checkpoints on disk at once.
+
+    Raises:
+        UserError: There is not enough space.
+    """
+    place = nearest_existing(Path(run.run.dir))
+    free = shutil.disk_usage(place).free
+    if count and count * checkpoint_bytes + SLACK_BYTES > free:  # each save wants this slack, for its small files
+        raise UserError(
+            f"not enough space for {counted(count, 'checkpoint')} of {gib(checkpoint_bytes)}: {gib(free)} free, of which "
+            f"{gib(SLACK_BYTES)} must stay free",
+            str(place),
+            "free some space, set run.dir to another disk, or keep fewer (checkpoint.keep, checkpoint.every_steps)",
+        )

@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGINT and SIGTERM, or a request by name.
+"""Requests to a run from outside: to stop (signals, RUN/stop, low host memory, alerts) and to save (RUN/save, alerts).
 
 The first signal asks: the step in progress is finished, a checkpoint is written, the exit code is 0. The second insists:
 KeyboardInterrupt is raised where the program is. The third ends the process at once, for code that hangs.
@@ -10,13 +10,17 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.run.coordinator import Coordinator
+    from megatrain.run.folder import RunFolder
 
 INTERRUPTED = 130  # exit code
 
 
 class StopSignals:
-    """While open, signals set `requested` instead of ending the process. Outside the main thread it does nothing."""
+    """While open, SIGINT and SIGTERM set `requested` instead of ending the process. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self.requested: str | None = None  # name of the first signal
@@ -33,29 +37,68 @@ class StopSignals:
             signal.signal(number, handler)
         self._before = {}
 
-    def request(self, name: str) -> None:
-        """Ask as the first signal does, unless somebody has asked already."""
-        self.requested = self.requested or name
-
-    def __bool__(self) -> bool:
-        return self.requested is not None
-
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self._count += 1
         name = signal.Signals(number).name
         if self._count == 1:
             self.requested = name
             # a handler runs between two bytecodes of the main thread: logging would deadlock on a lock that it holds
-            _write(f"\n{name}: the step is finished and saved before the run ends; once more to stop now\n")
+            _write(f"\n{name}: finishing the step, then saving; signal again to stop now\n")
         elif self._count == 2:
             raise KeyboardInterrupt
         else:
             os._exit(INTERRUPTED)
 
 
-def is_signal(name: str | None) -> bool:
-    """Whether what asked for the end was a signal to this process: then one more insists."""
-    return name in (signal.SIGINT.name, signal.SIGTERM.name)
+class Requests:
+    """Requests to stop or to save a run, from any rank; every rank sees the same ones.
+
+    Args:
+        signals: Signals to this process.
+        folder: The run's folder, where the files `stop` and `save` are looked for.
+        coordinator: The ranks that agree.
+
+    Attributes:
+        stop: What asked the run to end, as of the latest `poll`; None if nothing has.
+    """
+
+    def __init__(self, signals: StopSignals, folder: RunFolder, coordinator: Coordinator):
+        self._signals, self._folder, self._coordinator = signals, folder, coordinator
+        self.stop: str | None = None
+        self._save = False
+        self._stop_here: str | None = None
+        self._save_here = False
+
+    def request_stop(self, by: str) -> None:
+        """Ask for the run to end as the first signal does. From any thread; ranks agree at the next `poll`."""
+        self._stop_here = self._stop_here or by
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint; ranks agree at the next `poll`."""
+        self._save_here = True
+
+    def poll(self) -> bool:
+        """Collect the requests of all ranks; returns whether the run is to end. Collective."""
+        if self._folder.taken("stop"):
+            self.request_stop(f"the file {self._folder.path / 'stop'}")
+        if self._folder.taken("save"):
+            self.request_save()
+        here = self._signals.requested or self._stop_here
+        stop, save = self._coordinator.any(here is not None, self._save_here)
+        self._save, self._save_here = self._save or save, False
+        if stop and self.stop is None:
+            self.stop = here or "a signal to another process"
+        return self.stop is not None
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for; the answer is given once."""
+        found, self._save = self._save, False
+        return found
+
+    @property
+    def stopped_by_signal(self) -> bool:
+        """Whether a signal to this process asked for the end: then one more insists."""
+        return self.stop is not None and self.stop == self._signals.requested
 
 
 def _write(text: str) -> None:

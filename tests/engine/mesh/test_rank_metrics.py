@@ -6,22 +6,17 @@ import pytest
 
 import families
 import mesh_ranks as ranks
-from megatrain.engine.mesh.comm_overlap import Kernel, shares, union
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import SCHEDULES, Layout, MeshPlan
-from megatrain.engine.mesh.rank_metrics import (
-    Alerts,
-    RankNumbers,
-    gather,
-    numbers_of_all,
-    numbers_of_rank,
-    proposed_split,
-)
+from megatrain.engine.mesh.rank_metrics import Kernel, RankStep, combined, overlap_of, proposed_split
+from megatrain.metrics.alerts import AlertWatch
+from megatrain.metrics.record import MeshRecord
+from step_records import record
 
 
-def rank(work_s: float | None = 1.0, busy: float = 1.0, **more: object) -> RankNumbers:
+def rank(work_s: float | None = 1.0, busy: float = 1.0, **more: object) -> RankStep:
     plain = {"span_s": 2.0, "collectives_s": None, "messages_s": None, "peak_bytes": 100, "costs": {}}
-    return RankNumbers(busy_s=busy, work_s=work_s, **{**plain, **more})  # type: ignore[arg-type]
+    return RankStep(busy_s=busy, work_s=work_s, **{**plain, **more})  # type: ignore[arg-type]
 
 
 def test_what_is_measured_is_what_torchs_table_says() -> None:
@@ -37,9 +32,8 @@ def test_what_is_measured_is_what_torchs_table_says() -> None:
                 engine.train_step(batch)
                 mine = [t.action for t in engine.runner.clock.read()]
                 same = set(mine) == set(engine.runner.table()[engine.devices.at.pipeline])
-                ranks = gather(numbers_of_rank(engine.runner, engine.device, None, None))
-                numbers = numbers_of_all(ranks, engine.layout, engine.runner.table(), None)
-                assert numbers.bubble is not None and numbers.bubble_simulated is not None
+                numbers = engine.step_over_ranks()
+                assert numbers is not None and numbers.bubble is not None and numbers.bubble_simulated is not None
                 found[kind.name] = (same and len(set(mine)) == len(mine), numbers.bubble, numbers.bubble_simulated)
         return found
 
@@ -50,33 +44,32 @@ def test_what_is_measured_is_what_torchs_table_says() -> None:
         assert 0.0 <= first[name][2] < 0.8 and 0.0 <= first[name][1] < 1.0
 
 
-def test_exposed_is_what_no_computation_hides() -> None:
+def test_communication_is_exposed_where_no_computation_hides_it() -> None:
     kernels = [
         Kernel("gemm", 0.0, 4.0),
         Kernel("ncclDevKernel_AllGather_RING_LL", 3.0, 5.0),  # 1 s hidden, 1 s exposed
         Kernel("ncclDevKernel_SendRecv", 4.5, 7.0),  # 2 s with nothing else
         Kernel("elementwise", 8.0, 10.0),
     ]
-    found = shares(kernels)
+    found = overlap_of(kernels)
     assert (found.span_s, found.compute_s, found.collectives_s) == (10.0, 6.0, 1.0)
     assert (found.messages_s, found.idle_s) == (2.0, 1.0)
-    assert union([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
-    assert shares([]).span_s == 0.0
+    assert overlap_of([]).span_s == 0.0
 
 
 def test_the_straggler_is_found_among_its_peers() -> None:
     """The busiest stage is none: ranks of one stage are compared."""
     layout = Layout(pipeline=2, shard=2)
     four = [rank(1.0), rank(1.02), rank(3.0, busy=3.0), rank(4.2, busy=3.0)]
-    found = numbers_of_all(four, layout, [[], []], None)
+    found = combined(four, layout, [4, 4], [[], []])
     assert (found.slowest_rank, found.slowest_excess) == (3, pytest.approx(0.4))
     assert found.stage_busy_s == (1.0, 3.0) and found.imbalance == pytest.approx(0.5)
-    assert found.mfu is None and "mfu" not in found.plain()
+    assert "bubble_simulated" in found.plain() and "exposed_messages_s" not in found.plain()
 
 
 def test_one_rank_has_no_peers() -> None:
-    found = numbers_of_all([rank()], Layout(shard=1), [[]], 0.4)
-    assert found.slowest_rank is None and found.bubble is None and found.plain()["mfu"] == 0.4
+    found = combined([rank()], Layout(shard=1), [4], [[]])
+    assert found.slowest_rank is None and found.bubble is None
 
 
 def test_a_split_is_proposed_from_measured_seconds() -> None:
@@ -85,24 +78,37 @@ def test_a_split_is_proposed_from_measured_seconds() -> None:
     assert proposed_split({("F", s): 4.0 for s in range(4)}, [4, 4, 4, 4]) is None
 
 
-def test_alerts_need_patience_and_are_said_once() -> None:
-    layout, costs = Layout(pipeline=2, shard=1), {("F", 0): 1.0, ("F", 1): 3.0}
-    bad = numbers_of_all([rank(busy=1.0), rank(busy=3.0)], layout, [[], []], 0.30)
-    good = numbers_of_all([rank(), rank()], layout, [[], []], 0.50)
-    alerts = Alerts(0.4, [4, 4])
-    said = [alerts.look(step, bad, costs) for step in range(1, 9)]
+def watch(mfu_floor: float | None = None, straggler: float | None = 0.2) -> AlertWatch:
+    return AlertWatch({"mfu_floor": mfu_floor, "imbalance": 0.2, "straggler": straggler}, 10, 0.9)
+
+
+def alerts(watcher: AlertWatch, step: int, mfu: float | None, ranks: MeshRecord) -> list[str]:
+    return [alert.text for alert in watcher.check(record(step, mfu=mfu), ranks)]
+
+
+def test_alerts_need_five_steps_in_a_row_and_are_said_once() -> None:
+    layout = Layout(pipeline=2, shard=1)
+    costs = {("F", 0): 1.0, ("F", 1): 3.0}
+    bad = combined([rank(busy=1.0, costs=costs), rank(busy=3.0, costs=costs)], layout, [4, 4], [[], []])
+    good = combined([rank(), rank()], layout, [4, 4], [[], []])
+    watcher = watch(0.4)
+    said = [alerts(watcher, step, 0.30, bad) for step in range(1, 9)]
     assert [bool(s) for s in said] == [False] * 4 + [True] + [False] * 3
-    assert "MFU has been under 40.0% (watchdog.mfu_floor)" in said[4][0] and "30.0% now" in said[4][0]
+    assert "MFU under 40.0% (watchdog.mfu_floor)" in said[4][0] and "30.0% now" in said[4][0]
     assert "try parallel.stage_layers: [7, 1]" in said[4][1]
-    alerts.look(9, good, costs)
-    assert [bool(alerts.look(step, bad, costs)) for step in range(10, 15)] == [False] * 4 + [True]
+    alerts(watcher, 9, 0.50, good)
+    assert [bool(alerts(watcher, step, 0.30, bad)) for step in range(10, 15)] == [False] * 4 + [True]
 
 
-def test_on_a_cpu_nobody_is_called_a_straggler() -> None:
-    layout = Layout(shard=2)
-    uneven = numbers_of_all([rank(1.0), rank(2.0)], layout, [[], []], None)
+def test_a_profiled_step_says_nothing_of_the_mfu() -> None:
+    watcher, profiled = watch(0.4), combined([rank()], Layout(shard=1), [4], [[]], sampled=True)
+    assert [alerts(watcher, step, 0.30, profiled) for step in range(1, 9)] == [[]] * 8
+
+
+def test_a_straggler_is_named_unless_the_rule_is_off() -> None:
+    uneven = combined([rank(1.0), rank(2.0)], Layout(shard=2), [4], [[], []])
     assert uneven.slowest_excess is not None and uneven.slowest_excess > 0.2
-    for stragglers in (True, False):
-        alerts = Alerts(None, [4], stragglers=stragglers)
-        said = [text for step in range(1, 9) for text in alerts.look(step, uneven, {})]
-        assert ["more own work than its peers" in text for text in said] == ([True] if stragglers else [])
+    for limit in (0.2, None):
+        watcher = watch(straggler=limit)
+        said = [text for step in range(1, 9) for text in alerts(watcher, step, None, uneven)]
+        assert ["more own work than its peers" in text for text in said] == ([True] if limit else [])

@@ -28,9 +28,9 @@ from megatrain.engine.mesh import launch, watchdog
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.errors import Aftermath, HostMemoryLow, NumericStop, UserError
 from megatrain.metrics.record import read_records
-from megatrain.run import mesh_loop as train_mesh
-from megatrain.run.mesh_loop import _timeout_s, section_limits
-from megatrain.run.prepare import mesh_plan
+from megatrain.run import coordinator
+from megatrain.run.coordinator import EndedBefore, StartAgain, section_limits
+from megatrain.run.engine_factory import mesh_plan
 from tiny_run import config, prepare
 
 STEPS = 6
@@ -107,7 +107,7 @@ def once_saved(run: Path, do: Callable[[], Any]) -> None:
 def test_kill_9_during_a_save_in_the_background(
     files: Path, reference: Path, tmp_path: Path, victim: int, writer: int
 ) -> None:
-    """Cases 23 and 45: training is steps ahead when a writer is stuck, and it or the other rank is killed. The save never counts.
+    """Training is steps ahead when a writer is stuck, and it or the other rank is killed. The save never counts.
 
     With writer 1 both ranks write, as on two hosts.
     """
@@ -141,14 +141,14 @@ def test_kill_9_during_a_save_in_the_background(
     assert codes[0][victim] == -signal.SIGKILL and codes[1:] == [[0, 0]]
     assert gone_on.exists(), "training did not go on while step 4 was being written"
     assert (run / f"stuck-{writer}").exists() and resumed_after(run) == [2]
-    assert re.findall(r"(attempt \d+) of this job: .*; going on (.*)", (run / "log.txt").read_text()) == [
+    assert re.findall(r"(attempt \d+) of this job: .*, resuming (.*)", (run / "log.txt").read_text()) == [
         ("attempt 2", "after step 2")
     ]
     assert_equal_runs(run, reference)
 
 
 def test_a_frozen_rank(files: Path, reference: Path, tmp_path: Path) -> None:
-    """Case 47: SIGSTOP. The others notice, leave their stacks, and end the frozen process too."""
+    """SIGSTOP. The others notice, leave their stacks, and end the frozen process too."""
     run = tmp_path / "run"
 
     def sabotage(rank: int, attempt: int) -> None:
@@ -166,7 +166,7 @@ def test_a_frozen_rank(files: Path, reference: Path, tmp_path: Path) -> None:
 
 
 def test_a_hang_in_a_collective(files: Path, reference: Path, tmp_path: Path) -> None:
-    """Case 47: stacks of all ranks, an exit code, a restart from the newest complete step."""
+    """Stacks of all ranks, an exit code, a restart from the newest complete step."""
     run = tmp_path / "run"
 
     def sabotage(rank: int, attempt: int) -> None:
@@ -185,7 +185,7 @@ def test_a_hang_in_a_collective(files: Path, reference: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: Path, tmp_path: Path) -> None:
-    """Cases 22 and 44: the layout comes from the table; every step has the samples that it would have had."""
+    """The layout comes from the table; every step has the samples that it would have had."""
     run = tmp_path / "run"
 
     def sabotage(rank: int, attempt: int) -> None:
@@ -213,10 +213,8 @@ def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: 
 
     codes = train(files, run, sabotage)
     assert codes[0][1] == watchdog.EXIT_HANG and codes[1:] == [[0, 0]]
-    assert "out of device memory; started again, the run goes on with parallel.microbatches: 4" in (
-        run.with_suffix(".log").read_text()
-    )
-    assert "it goes on with parallel.microbatches: 4" in (run / "log.txt").read_text()
+    assert "out of device memory; restarting with parallel.microbatches: 4" in (run.with_suffix(".log").read_text())
+    assert "using parallel.microbatches: 4" in (run / "log.txt").read_text()
     assert resumed_after(run) == [2] and (run / "denser").read_text() == "1\n"
     mine, other = ([r.loss for r in read_records(each / "metrics.jsonl")] for each in (run, reference))
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
@@ -230,7 +228,7 @@ def test_an_error_that_comes_again_is_not_tried_again(files: Path, tmp_path: Pat
 
     def sabotage(rank: int, attempt: int) -> None:
         if attempt > 0:
-            train_mesh.check_mesh = lambda run: os._exit(99)
+            coordinator.check_mesh = lambda run: os._exit(99)
 
     with pytest.raises(AssertionError, match="exit codes") as ended:
         train(files, run, sabotage)
@@ -250,14 +248,14 @@ def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pyt
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert launch.noted_end() is None
     for error in (NumericStop("three steps in a row"), UserError("another rank", "step 3")):
-        with pytest.raises(type(error)), train_mesh._noting_ends():
+        with pytest.raises(type(error)), coordinator._noting_ends():
             raise error
     assert launch.noted_end() == (4, "three steps in a row")
-    with pytest.raises(train_mesh.EndedBefore, match="three steps in a row") as ended:
-        train_mesh._end_as_before(main=True)
+    with pytest.raises(EndedBefore, match="three steps in a row") as ended:
+        coordinator._end_as_before(main=True)
     assert ended.value.exit_code == 4
     with pytest.raises(SystemExit) as silent:
-        train_mesh._end_as_before(main=False)
+        coordinator._end_as_before(main=False)
     assert silent.value.code == 4
 
 
@@ -265,7 +263,7 @@ def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pyt
     "error",
     [
         HostMemoryLow("ledger"),
-        train_mesh.StartAgain("denser"),
+        StartAgain("denser"),
         RuntimeError("NCCL"),
         explain(RuntimeError("gloo")),
         Aftermath("rank 3 could not write the checkpoint"),
@@ -274,7 +272,7 @@ def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pyt
 def test_errors_that_may_go_better_are_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_shared", dist.HashStore())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(type(error)), train_mesh._noting_ends():
+    with pytest.raises(type(error)), coordinator._noting_ends():
         raise error
     assert launch.noted_end() is None
 
@@ -283,8 +281,8 @@ def test_stacks_come_before_timeouts_of_collectives() -> None:
     limits = section_limits(WatchdogConfig(step_s=900.0))
     assert set(limits) == {"start", "first_step", "step", "save", "load", "evaluation"} and limits["step"] == 900.0
     longest = max(limit for limit in limits.values() if limit is not None)
-    assert longest < _timeout_s(limits) < longest + 120
-    assert _timeout_s({**limits, "step": None}) > 86400.0
+    assert longest < coordinator._timeout_s(limits) < longest + 120
+    assert coordinator._timeout_s({**limits, "step": None}) > 86400.0
 
 
 @pytest.mark.parametrize(("schedule", "auto"), [("1f1b", True), ("zb1p", False)])

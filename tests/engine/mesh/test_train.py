@@ -20,6 +20,7 @@ from megatrain.data.rows import StepLoader
 from megatrain.engine.mesh.data_parallel import local
 from megatrain.engine.mesh.gradients import Gradients
 from megatrain.metrics.record import read_records
+from megatrain.run import engine_factory
 from tiny_run import config, prepare
 
 
@@ -75,7 +76,7 @@ def test_a_run_has_the_host_engines_losses(files: Path, tmp_path: Path, host_los
 
 
 def test_a_run_goes_on_in_another_layout(files: Path, tmp_path: Path, host_losses: list[float]) -> None:
-    """Case 22 and 44: another number of data ranks goes on with the right samples, another layout with the right state."""
+    """Another number of data ranks continues with the right samples, another layout with the right state."""
     folder = tmp_path / "run"
     first = ("--parallel.pipeline=2", "--schedule.steps=2", *VALIDATED)
     assert ranks.run(2, train, files, folder, *first) == [0, 0]
@@ -85,7 +86,7 @@ def test_a_run_goes_on_in_another_layout(files: Path, tmp_path: Path, host_losse
 
 
 def test_a_nan_on_one_rank_takes_all_ranks_back(files: Path, tmp_path: Path) -> None:
-    """Case 42: rank 1's gradients are NaN in steps 4 and 5; both ranks skip them, go back to step 2 and on with later data."""
+    """Rank 1's gradients are NaN in steps 4 and 5; both ranks skip them, roll back to step 2 and continue with later data."""
 
     def work() -> tuple[int, list[int]]:
         settle, steps, seen = Gradients._settle, itertools.count(1), []
@@ -114,7 +115,7 @@ def test_a_nan_on_one_rank_takes_all_ranks_back(files: Path, tmp_path: Path) -> 
 
 
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(files: Path, tmp_path: Path) -> None:
-    """Case 27: a checkpoint is written, and the exit code is 0."""
+    """A checkpoint is written, and the exit code is 0."""
 
     def work() -> int:
         if dist.get_rank() == 1:
@@ -164,7 +165,7 @@ def test_a_bad_layout_is_refused_with_all_reasons_and_nothing_written(
 def test_a_layout_whose_state_is_more_than_a_gpu_has_is_refused(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["megatrain.run.prepare"], "_gpu_bytes", lambda run: 1 << 20)
+    monkeypatch.setattr(engine_factory, "_gpu_bytes", lambda run: 1 << 20)
     assert train(files, tmp_path / "run", "--batch.accumulation_steps=2") == 2
     said = capsys.readouterr().err
     assert "batch.accumulation_steps: is a setting of the host engine" in said

@@ -42,6 +42,7 @@ from megatrain.engine.mesh.data_parallel import BF16_POLICY, MASTERS_POLICY, Box
 from megatrain.engine.mesh.gradients import Gradients
 from megatrain.engine.mesh.layout import MeshPlan, dropout_keys, whole_attention
 from megatrain.engine.mesh.pipeline import Batch, Runner, microbatches, without_mask
+from megatrain.engine.mesh.rank_metrics import RankMeter
 from megatrain.engine.mesh.saving import MeshCheckpoints
 from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts
 from megatrain.engine.mesh.stage_check import verify_family_cut
@@ -52,6 +53,7 @@ from megatrain.engine.mesh.zero_bubble import WeightGradStore
 from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import Aftermath, UserError
+from megatrain.metrics.record import MeshRecord
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
@@ -79,6 +81,7 @@ class MeshEngine(Engine):
         init: `random` initialises from the config alone, by Hugging Face's own rules; `empty` leaves the weights to `load`.
         trust_remote_code: Whether code in the model folder may run.
         attn_implementation: Hugging Face's name of an attention implementation; context parallel brings its own.
+        sample_every_steps: On GPUs, profile every N-th step for communication overlap and stragglers; None: never.
         debug: Makes a context manager inside which everything is computed, recomputation included. For tests.
 
     Attributes:
@@ -104,6 +107,7 @@ class MeshEngine(Engine):
         init: Literal["random", "empty"] | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        sample_every_steps: int | None = None,
         debug: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
         super().__init__(optim, objective, seed)
@@ -159,6 +163,8 @@ class MeshEngine(Engine):
         self._fill(model, init)
         hidden_size = self.config.get_text_config().hidden_size
         self.runner = Runner(self.stages, self.devices, (hidden_size, self._compute_dtype))
+        stage_layers = [len(part.layers) for part in self.parts]
+        self._meter = RankMeter(self.layout, stage_layers, self.runner, self.device, sample_every_steps)
 
     # ---------------------------------------------------------------- training
 
@@ -167,6 +173,7 @@ class MeshEngine(Engine):
         started = time.perf_counter()
         check_learning_rate(learning_rate)
         first, self._stepped = not self._stepped, True
+        self._meter.begin_step()
         with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
             self._checkpoints.check_save()
             result = self.backward(batch)
@@ -181,8 +188,14 @@ class MeshEngine(Engine):
                     rate = self.optim.learning_rate if learning_rate is None else learning_rate
                     self.gradients.update(result.grad_norm, rate)
                 self.gradients.clear()
+        self._meter.end_step()
         seconds = {**result.seconds, "step": time.perf_counter() - started}
         return StepResult(result.loss, result.grad_norm, result.tokens, skipped, seconds)
+
+    def step_over_ranks(self) -> MeshRecord | None:
+        """See `Engine.step_over_ranks`; None at the steps that are left out. Collective."""
+        with self.watch("step", "figures of all ranks"):
+            return self._meter.gather()
 
     def backward(self, batch: Mapping[str, torch.Tensor]) -> StepResult:
         """See `Engine.backward`. Collective."""

@@ -1,9 +1,14 @@
-"""What all ranks together say of a step, and what is wrong with it: pure functions of plain numbers, and one gathering of them.
+"""Measuring the ranks of a step: pipeline bubble, communication overlap, stragglers.
 
-[Note: who is slow]
-Ranks that wait for each other all take the same time, so step times name nobody. A rank's own work does: on a GPU the time in
-which its kernels other than NCCL's run, sampled by profiling a step now and then (exposed.py); on a CPU the processor time
-of the process, because gloo's waits take none. A straggler's own work is above that of the ranks with the same stages.
+[Note: own work]
+Ranks that wait for each other all take the same time, so step times single nobody out. A rank's own work does: on a GPU the time
+in which kernels other than NCCL's run, sampled by profiling a step now and then; on a CPU the processor time of the process,
+because gloo's waits take none. A straggler's own work exceeds that of the ranks with the same stages.
+
+[Note: communication overlap]
+A kernel of NCCL is communication, everything else on the device (copies too) is computation. Communication is exposed where no
+computation runs at the same time. A receive between stages also spins while the sender is not ready, so a pipeline's bubble shows
+up as exposed messages; exposed collectives (parameters, gradients, sequence parallel) are listed separately.
 """
 
 from __future__ import annotations
@@ -12,36 +17,107 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
 
-from megatrain.engine.mesh.comm_overlap import Shares
 from megatrain.engine.mesh.layout import Layout, split_layers
 from megatrain.engine.mesh.pipeline import Runner
 from megatrain.engine.mesh.pipeline_schedule import Action, bubble, simulated_bubble
+from megatrain.metrics.record import MeshRecord
+from megatrain.metrics.spans import length, union
 
-IMBALANCE = 0.2
-"""Share by which the busiest stage may exceed the mean before another split of the layers is proposed."""
-STRAGGLER = 0.2
-"""Share by which a rank's own work may exceed the median of its peers'."""
-PATIENCE = 5
-"""An alert needs so many steps in a row."""
+GATHER_EVERY_STEP_RANKS, GATHER_EVERY = 64, 16
+"""More ranks than this exchange their figures only at every sixteenth step, and at sampled ones."""
+FIRST_SAMPLE = 10
+"""The tenth step is sampled first: earlier ones choose kernels and create communicators."""
 
 
 @dataclass(frozen=True)
-class RankNumbers:
+class Kernel:
+    """One kernel or copy that ran on the device."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Where the time of a step went on one device, in seconds.
+
+    Attributes:
+        span_s: From the start of the first kernel to the end of the last.
+        compute_s: At least one computation ran.
+        collectives_s: Collectives ran, and nothing else.
+        messages_s: Messages between stages ran, and nothing else.
+        idle_s: Nothing ran.
+    """
+
+    span_s: float
+    compute_s: float
+    collectives_s: float
+    messages_s: float
+    idle_s: float
+
+
+def overlap_of(kernels: Sequence[Kernel]) -> Overlap:
+    """See [Note: communication overlap]."""
+    compute, collectives, messages = [], [], []
+    for kernel in kernels:
+        name = kernel.name.lower()
+        kind = compute if "nccl" not in name else messages if "sendrecv" in name else collectives
+        kind.append((kernel.begin_s, kernel.end_s))
+    everything = union([*compute, *collectives, *messages])
+    if not everything:
+        return Overlap(0.0, 0.0, 0.0, 0.0, 0.0)
+    compute_s, with_collectives_s = length(union(compute)), length(union([*compute, *collectives]))
+    span_s, busy = everything[-1][1] - everything[0][0], length(everything)
+    return Overlap(span_s, compute_s, with_collectives_s - compute_s, busy - with_collectives_s, span_s - busy)
+
+
+@contextmanager
+def kernels_of(device: torch.device) -> Iterator[list[Kernel]]:
+    """Fill the list with what ran on a CUDA device inside the block; on a CPU it stays empty. Takes a second or two."""
+    found: list[Kernel] = []
+    if device.type != "cuda":
+        yield found
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield found
+        torch.cuda.synchronize(device)
+    results = profile.profiler
+    assert results is not None and results.kineto_results is not None
+    for event in results.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0 and not _annotation(event):
+            begin = event.start_ns() / 1e9
+            found.append(Kernel(event.name(), begin, begin + event.duration_ns() / 1e9))
+
+
+def _annotation(event: object) -> bool:
+    """Whether the event is a range that the host has named: it covers kernels and runs nothing itself."""
+    kind = getattr(event, "activity_type", None)
+    return kind is not None and "annotation" in str(kind())
+
+
+# ---------------------------------------------------------------- one rank, all ranks
+
+
+@dataclass(frozen=True)
+class RankStep:
     """One rank's step.
 
     Attributes:
-        busy_s: In actions of the pipeline, waits of collectives inside them included.
+        busy_s: In actions of the pipeline, collectives inside them included.
         span_s: From the step's start to the end of its last action.
-        work_s: Its own work, see [Note: who is slow]; None where this step was not sampled.
+        work_s: Own work, see [Note: own work]; None where this step was not sampled.
         collectives_s, messages_s: Exposed communication, where sampled.
-        peak_bytes: Of the device; on a CPU of the process.
+        peak_bytes: Peak memory of the device; on a CPU of the process.
         costs: Mean seconds of each (kind, stage).
     """
 
@@ -54,96 +130,107 @@ class RankNumbers:
     costs: Mapping[Any, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class MeshNumbers:
-    """All ranks' step, as `metrics.jsonl` keeps it. None: not known of this step.
-
-    Attributes:
-        mfu: Model FLOPs (nothing recomputed) per second over the measured matrix peak of all devices.
-        bubble, bubble_simulated: See [Note: bubble] in pipeline_schedule.py; without a pipeline None.
-        stage_busy_s: Of each pipeline rank, the mean of its ranks.
-        imbalance: Largest of them over their mean, less one.
-        stage_peak_bytes: Of each pipeline rank, the largest of its ranks.
-        exposed_collectives_s, exposed_messages_s: Mean over the ranks.
-        slowest_rank: With the most own work beside its peers.
-        slowest_excess: That work over the median of its peers', less one.
-    """
-
-    mfu: float | None
-    bubble: float | None
-    bubble_simulated: float | None
-    stage_busy_s: tuple[float, ...]
-    imbalance: float | None
-    stage_peak_bytes: tuple[int, ...]
-    exposed_collectives_s: float | None
-    exposed_messages_s: float | None
-    slowest_rank: int | None
-    slowest_excess: float | None
-
-    def plain(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-class RankClock:
-    """This rank's own work in a step, on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self._cpu = device.type == "cpu"
-        self._began = time.process_time()
-
-    def start(self) -> None:
-        self._began = time.process_time()
-
-    def work_s(self) -> float | None:
-        return time.process_time() - self._began if self._cpu else None
-
-
-def numbers_of_rank(runner: Runner, device: torch.device, work_s: float | None, sampled: Shares | None) -> RankNumbers:
-    """Behind a synchronisation of the step."""
-    timed = runner.clock.read()
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return RankNumbers(
-        busy_s=sum(t.seconds for t in timed),
-        span_s=max((t.end_s for t in timed), default=0.0),
-        work_s=sampled.compute_s if sampled is not None else work_s,
-        collectives_s=sampled.collectives_s if sampled is not None else None,
-        messages_s=sampled.messages_s if sampled is not None else None,
-        peak_bytes=peak,
-        costs=_means(((t.action.kind, t.action.stage), t.seconds) for t in timed),
-    )
-
-
-def gather(mine: RankNumbers) -> list[RankNumbers]:
-    """Of all ranks. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def numbers_of_all(
-    ranks: Sequence[RankNumbers], layout: Layout, table: Sequence[Sequence[Action]], mfu: float | None
-) -> MeshNumbers:
-    """Put the ranks' numbers together.
+class RankMeter:
+    """Measures the steps of this rank and gathers the figures of all ranks.
 
     Args:
-        ranks: In order.
-        layout: The resolved layout.
-        table: The actions of each pipeline rank.
-        mfu: Of the step, if known.
+        layout: Resolved.
+        stage_layers: Number of layers of each stage.
+        runner: Runs this rank's stages.
+        device: This rank's device.
+        sample_every_steps: Profile every N-th step, on GPUs; None: never.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stage_layers: Sequence[int],
+        runner: Runner,
+        device: torch.device,
+        sample_every_steps: int | None = None,
+    ):
+        self._layout, self._stage_layers, self._runner, self._device = layout, stage_layers, runner, device
+        self._sample_every = sample_every_steps if device.type == "cuda" else None
+        self._steps = 0  # of this process
+        self._profiling: ExitStack | None = None
+        self._kernels: list[Kernel] = []
+        self._began_s = 0.0
+        self._work_s: float | None = None
+
+    def begin_step(self) -> None:
+        """Call when a step starts."""
+        self._steps += 1
+        self._end_profile()
+        every = self._sample_every
+        if every is not None and self._steps % every == min(FIRST_SAMPLE, every - 1):
+            self._profiling = ExitStack()
+            self._kernels = self._profiling.enter_context(kernels_of(self._device))
+        self._began_s = time.process_time()
+
+    def end_step(self) -> None:
+        """Call when the step's loss and norm are known."""
+        self._work_s = time.process_time() - self._began_s if self._device.type == "cpu" else None
+
+    def gather(self) -> MeshRecord | None:
+        """The figures of the step over all ranks; None at the steps that are left out. Collective."""
+        sampled = self._profiling is not None
+        self._end_profile()
+        if self._layout.world > GATHER_EVERY_STEP_RANKS and not sampled and self._steps % GATHER_EVERY:
+            return None
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self._this_rank(overlap_of(self._kernels) if sampled else None))
+        return combined(ranks, self._layout, self._stage_layers, self._runner.table(), sampled=sampled)
+
+    def _end_profile(self) -> None:
+        if self._profiling is not None:
+            self._profiling.close()
+            self._profiling = None
+
+    def _this_rank(self, overlap: Overlap | None) -> RankStep:
+        timed = self._runner.clock.read()
+        if self._device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return RankStep(
+            busy_s=sum(t.seconds for t in timed),
+            span_s=max((t.end_s for t in timed), default=0.0),
+            work_s=overlap.compute_s if overlap is not None else self._work_s,
+            collectives_s=overlap.collectives_s if overlap is not None else None,
+            messages_s=overlap.messages_s if overlap is not None else None,
+            peak_bytes=peak_bytes,
+            costs=_means(((t.action.kind, t.action.stage), t.seconds) for t in timed),
+        )
+
+
+def combined(
+    ranks: Sequence[RankStep],
+    layout: Layout,
+    stage_layers: Sequence[int],
+    table: Sequence[Sequence[Action]],
+    *,
+    sampled: bool = False,
+) -> MeshRecord:
+    """The figures of a step over all ranks.
+
+    Args:
+        ranks: By rank.
+        layout: Resolved.
+        stage_layers: Number of layers of each stage.
+        table: Actions of each pipeline rank.
+        sampled: Whether the step was profiled.
     """
     by_stage = [[r for r in range(layout.world) if layout.coordinate(r).pipeline == p] for p in range(layout.pipeline)]
     busy = tuple(statistics.fmean(ranks[r].busy_s for r in members) for members in by_stage)
-    measured = simulated = imbalance = None
+    measured = simulated = imbalance = better = None
     if layout.pipeline > 1:
+        costs = _means(item for rank in ranks for item in rank.costs.items())
         measured = bubble([r.busy_s for r in ranks], max(r.span_s for r in ranks))
-        simulated = simulated_bubble(table, mean_over_ranks(ranks), layout.stages)
+        simulated = simulated_bubble(table, costs, layout.stages)
         imbalance = max(busy) / statistics.fmean(busy) - 1.0 if sum(busy) > 0 else None
+        better = proposed_split(costs, stage_layers)
     slowest, excess = straggler(ranks, by_stage)
-    return MeshNumbers(
-        mfu=mfu,
+    return MeshRecord(
         bubble=measured,
         bubble_simulated=simulated,
         stage_busy_s=busy,
@@ -153,12 +240,10 @@ def numbers_of_all(
         exposed_messages_s=_mean([r.messages_s for r in ranks]),
         slowest_rank=slowest,
         slowest_excess=excess,
+        sampled=sampled,
+        stage_layers=tuple(stage_layers),
+        better_stage_layers=tuple(better) if better else None,
     )
-
-
-def mean_over_ranks(ranks: Sequence[RankNumbers]) -> dict[Any, float]:
-    """Mean seconds of each (kind, stage) over the ranks that ran it."""
-    return _means(item for rank in ranks for item in rank.costs.items())
 
 
 def _means(items: Iterable[tuple[Any, float]]) -> dict[Any, float]:
@@ -169,8 +254,8 @@ def _means(items: Iterable[tuple[Any, float]]) -> dict[Any, float]:
     return {key: statistics.fmean(values) for key, values in found.items()}
 
 
-def straggler(ranks: Sequence[RankNumbers], by_stage: Sequence[Sequence[int]]) -> tuple[int | None, float | None]:
-    """(rank, excess) of the rank whose own work is furthest above the median of the others with the same stages."""
+def straggler(ranks: Sequence[RankStep], by_stage: Sequence[Sequence[int]]) -> tuple[int | None, float | None]:
+    """(rank, excess) of the rank whose own work most exceeds the median of the others with the same stages."""
     worst: tuple[float, int] | None = None
     for members in by_stage:
         works = {r: work for r in members if (work := ranks[r].work_s) is not None}
@@ -181,70 +266,27 @@ def straggler(ranks: Sequence[RankNumbers], by_stage: Sequence[Sequence[int]]) -
     return (None, None) if worst is None else (worst[1], worst[0])
 
 
-def proposed_split(costs: Mapping[Any, float], counts: Sequence[int]) -> list[int] | None:
-    """Layers of each stage that would be even, from the measured seconds of the stages.
+def proposed_split(costs: Mapping[Any, float], stage_layers: Sequence[int]) -> list[int] | None:
+    """Number of layers of each stage that would balance the stages, from their measured seconds.
 
     Args:
         costs: Mean seconds of each (kind, stage).
-        counts: Layers of each stage now.
+        stage_layers: Number of layers of each stage now.
 
     Returns:
-        None where the measurement says nothing better.
+        None if the measurement proposes no other split.
     """
-    stages = len(counts)
+    stages = len(stage_layers)
+    if not costs:
+        return None
     totals = [sum(seconds for (_, stage), seconds in costs.items() if stage == s) for s in range(stages)]
-    # The cheapest stage per layer has the least of what is no layer; embedding and head are what the ends have above it.
-    layer = min(total / count for total, count in zip(totals, counts, strict=True))
-    first, last = (max(0.0, totals[s] - counts[s] * layer) for s in (0, stages - 1))
-    found = [len(part) for part in split_layers(sum(counts), stages, layer, first, last)]
-    return found if found != list(counts) else None
+    # The stage that is cheapest per layer has the least besides layers; what the ends take above that is embedding and head.
+    layer = min(total / count for total, count in zip(totals, stage_layers, strict=True))
+    first, last = (max(0.0, totals[s] - stage_layers[s] * layer) for s in (0, stages - 1))
+    found = [len(part) for part in split_layers(sum(stage_layers), stages, layer, first, last)]
+    return found if found != list(stage_layers) else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-class Alerts:
-    """Says once what has been wrong for `PATIENCE` steps, and again only after it was right in between.
-
-    Args:
-        mfu_floor: None: no floor.
-        counts: Layers of each stage.
-        stragglers: Whether a rank with more own work than its peers is one. Not on a CPU, where it says little of the machine:
-            ranks of one host share its processors, and threads that wait for work take processor time too.
-    """
-
-    def __init__(self, mfu_floor: float | None, counts: Sequence[int], stragglers: bool = True):
-        self._mfu_floor, self._counts, self._stragglers = mfu_floor, list(counts), stragglers
-        self._in_a_row: dict[str, int] = {}
-
-    def look(self, step: int, numbers: MeshNumbers, costs: Mapping[Any, float]) -> list[str]:
-        """What is to be said behind a step."""
-        found = []
-        floor, mfu = self._mfu_floor, numbers.mfu
-        if self._due("mfu", None if mfu is None or floor is None else mfu < floor):
-            found.append(
-                f"step {step}: MFU has been under {floor:.1%} (watchdog.mfu_floor) for {PATIENCE} steps, {mfu:.1%} now"
-            )
-        if self._due("imbalance", None if numbers.imbalance is None else numbers.imbalance > IMBALANCE):
-            split = proposed_split(costs, self._counts)
-            way = f"try parallel.stage_layers: {split}" if split else "no other split of the layers is better"
-            found.append(
-                f"step {step}: the busiest stage has taken {numbers.imbalance:.0%} more than the mean for {PATIENCE} "
-                f"steps (layers {self._counts}); {way}"
-            )
-        slow = numbers.slowest_excess if self._stragglers else None
-        if self._due("straggler", None if slow is None else slow > STRAGGLER):
-            found.append(
-                f"step {step}: rank {numbers.slowest_rank} has done {slow:.0%} more own work than its peers for {PATIENCE} "
-                "sampled steps: look at its machine (clocks, other processes)"
-            )
-        return found
-
-    def _due(self, name: str, wrong: bool | None) -> bool:
-        """Exactly at the step that makes it `PATIENCE` in a row; steps that say nothing (None) do not count."""
-        if wrong is None:
-            return False
-        self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if wrong else 0
-        return self._in_a_row[name] == PATIENCE
