@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ruamel.yaml import YAML
 
@@ -89,19 +90,19 @@ def test_a_nan_on_one_rank_takes_all_ranks_back(files: Path, tmp_path: Path) -> 
     """Rank 1's gradients are NaN in steps 4 and 5; both ranks skip them, roll back to step 2 and continue with later data."""
 
     def work() -> tuple[int, list[int]]:
-        settle, steps, seen = Gradients._settle, itertools.count(1), []
+        finish, steps, seen = Gradients.finish, itertools.count(1), []
         batch = StepLoader.batch
 
-        def poisoned(self: Gradients) -> None:
-            settle(self)
+        def poisoned(self: Gradients, local_loss: torch.Tensor) -> tuple[float, float]:
             if next(steps) in (4, 5) and dist.get_rank() == 1:
                 local(next(iter(self.owned().values()))[0].grad).fill_(float("nan"))
+            return finish(self, local_loss)
 
         def noted(self: StepLoader, position: int) -> Any:
             seen.append(position)
             return batch(self, position)
 
-        Gradients._settle, StepLoader.batch = poisoned, noted  # type: ignore[method-assign]
+        Gradients.finish, StepLoader.batch = poisoned, noted  # type: ignore[method-assign]
         words = ("--run.on_divergence=rollback", "--run.max_bad_steps=2", "--checkpoint.every_steps=2")
         return train(files, tmp_path / "run", "--parallel.pipeline=2", "--schedule.steps=5", *words), seen
 
