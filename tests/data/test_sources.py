@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from megatrain.data.rejects import SampleRejected
 from megatrain.data.sources import PIECE_CHARS, FileProgress, Record, find_files, read_records, split_text, unit_of
@@ -34,6 +33,10 @@ def _write(file: Path, content: str | bytes) -> Path:
     return file
 
 
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
 def _write_arrow(file: Path, stream: bool) -> Path:
     table = pa.Table.from_pylist(ROWS)
     with (
@@ -45,7 +48,7 @@ def _write_arrow(file: Path, stream: bool) -> Path:
 
 
 def test_all_file_types_give_the_same_records(tmp_path: Path) -> None:
-    frames = [zstandard.ZstdCompressor().compress(part.encode()) for part in (JSONL[:5000], JSONL[5000:])]
+    frames = [zstd(part.encode()) for part in (JSONL[:5000], JSONL[5000:])]
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=150)
     files = [
         _write(tmp_path / "a.jsonl", JSONL),
@@ -111,7 +114,7 @@ def test_reading_progress_is_known(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     pieces = {
         "a.json": json.dumps(ROWS).encode(), "a.jsonl.gz": gzip.compress(JSONL.encode(), 0),
-        "a.jsonl.zst": zstandard.ZstdCompressor().compress(JSONL.encode()), "a.txt": b"a word " * 500_000,
+        "a.jsonl.zst": zstd(JSONL.encode()), "a.txt": b"a word " * 500_000,
     }  # fmt: skip
     if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=150)
@@ -190,7 +193,7 @@ def test_missing_files_are_named_with_suggestions(tmp_path: Path, path: str, sai
         ("a.txt", "Ärger".encode("latin-1"), r"a.txt: is not UTF-8 text.*0xc4.*\n  -> convert it"),
         ("a.jsonl.gz", b"not gzip at all", "a.jsonl.gz: cannot be decompressed"),
         ("a.jsonl.gz", gzip.compress(JSONL.encode())[:-20], "cannot be decompressed"),
-        ("a.jsonl.zst", zstandard.ZstdCompressor().compress(JSONL.encode())[:-20], "cannot be decompressed.*too early"),
+        ("a.jsonl.zst", zstd(JSONL.encode())[:-20], "cannot be decompressed.*[Tt]runcated"),
         ("a.jsonl.zst", b"not zstd at all", "cannot be decompressed"),
         ("a.parquet", b"PAR1 but no more", "a.parquet: cannot be read as a table"),
         ("a.arrow", b"nothing of the kind", "a.arrow: cannot be read as a table"),

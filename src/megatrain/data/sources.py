@@ -208,9 +208,11 @@ def _errors_of(file: Path) -> Iterator[None]:
     """Turn the exceptions of a broken file into one error that names it."""
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"cannot be decompressed: {error}", str(file), "the file is truncated or damaged") from error
-    except OSError as error:
+    except (EOFError, zlib.error, OSError) as error:
+        if not isinstance(error, OSError) or error.errno is None:  # of gzip and pyarrow, not of the system
+            raise UserError(
+                f"cannot be decompressed: {error}", str(file), "the file is truncated or damaged"
+            ) from error
         raise UserError(
             f"cannot be read: {error.strerror or error}", str(file), "check its permissions, and the disk it is on"
         ) from error
@@ -228,49 +230,12 @@ def _errors_of_table(file: Path) -> Iterator[None]:
 
     try:
         yield
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the system, not of pyarrow
         raise UserError(
             f"cannot be read as a table: {error}", str(file), "the file is damaged, or of another type"
         ) from error
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompresses all frames of a file. zstandard's own stream reader accepts a truncated file as complete."""
-
-    def __init__(self, file: Path):
-        import zstandard
-
-        self.source = file.open("rb")
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._broken = zstandard.ZstdError
-        self._frame: Any = None
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            compressed = rest or self.source.read(1 << 17)
-            if not compressed:
-                if self._frame is not None and not self._frame.eof:
-                    raise EOFError("the compressed data ends too early")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = self._new_frame()
-            try:
-                self._ready = memoryview(self._frame.decompress(compressed))
-            except self._broken as error:
-                raise zlib.error(str(error)) from error
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def close(self) -> None:
-        self.source.close()
-        super().close()
 
 
 def _open_binary(file: Path, progress: FileProgress) -> IO[bytes]:
@@ -279,13 +244,14 @@ def _open_binary(file: Path, progress: FileProgress) -> IO[bytes]:
         unzipped = gzip.GzipFile(file, "rb")
         progress.follow(unzipped.fileobj)
         return io.BufferedReader(unzipped)  # pyright: ignore[reportArgumentType]  (it is a raw stream)
-    if compression == ".zst":
-        reader = _ZstdReader(file)
-        progress.follow(reader.source)
-        return io.BufferedReader(reader, buffer_size=1 << 17)
-    stream = file.open("rb")
-    progress.follow(stream)
-    return stream
+    raw = file.open("rb")
+    progress.follow(raw)
+    if compression is None:
+        return raw
+    import pyarrow
+
+    # zstandard's stream reader accepts a truncated file as complete; pyarrow's does not
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), buffer_size=1 << 17)
 
 
 def _open_text(file: Path, progress: FileProgress, newline: str | None = None) -> IO[str]:
