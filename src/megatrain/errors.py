@@ -1,4 +1,4 @@
-"""The errors a person meets. Each kind has its exit code; none of them shows a traceback on the command line."""
+"""Errors raised on purpose. Each kind has an exit code; the command line prints them without a traceback."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 
 class MegatrainError(Exception):
-    """Root of all errors that megatrain raises on purpose."""
+    """Base class of all errors that megatrain raises on purpose."""
 
     exit_code = 1
 
 
 class UserError(MegatrainError):
-    """Something given to megatrain is wrong.
+    """Something that the user gave is wrong: a config, a file, an argument.
 
     Args:
-        what: What is wrong, with the offending value.
-        where: The place: `run.yaml:14 batch.tokens_per_step`, a file, a tensor name.
+        what: The problem, with the offending value.
+        where: Its place: `run.yaml:14 batch.tokens_per_step`, a file, the name of a tensor.
         remedy: What to do about it.
     """
 
@@ -33,22 +33,18 @@ class UserError(MegatrainError):
 
 
 class Aftermath(UserError):
-    """Something ends because of another process's error, or of one that nobody foresaw: another attempt may do better."""
+    """Failure caused by another process or by an unexpected error, so another attempt may succeed."""
 
 
 class WriteFailed(UserError):
-    """The system refused to write a file of a run: the disk is full, or failing."""
+    """A file of a run cannot be written: the disk is full or failing."""
 
     exit_code = 5
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An error of the system inside the block is said as one of writing `path`.
-
-    Raises:
-        WriteFailed: Names the file.
-    """
+    """Turn an OSError inside the block into a WriteFailed that names `path`."""
     try:
         yield
     except OSError as error:
@@ -56,50 +52,47 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class PlanRefused(MegatrainError):
-    """The run does not fit the machine; raised before anything large is allocated. The message is the ledger."""
+    """The run does not fit the machine. Raised before anything large is allocated, with the memory breakdown."""
 
     exit_code = 3
 
 
 class NumericStop(MegatrainError):
-    """Too many steps in a row were not finite."""
+    """Too many consecutive steps were not finite."""
 
     exit_code = 4
 
 
 class HostMemoryLow(MegatrainError):
-    """A run came so near to the end of the host's memory that the system would have killed it; its state was saved.
-
-    The message is the ledger.
-    """
+    """Host memory ran so low that the system would have killed the run; it was saved. Has the memory breakdown."""
 
     exit_code = 3
 
 
 class EngineClosed(MegatrainError):
-    """The engine was closed, by its owner or by an earlier error, and cannot compute any more."""
+    """The engine was closed, by its owner or by an earlier error."""
 
 
 class Problems:
-    """Collects what is wrong, to say it all at once."""
+    """Collects errors, to report them together."""
 
     def __init__(self) -> None:
         self.found: list[MegatrainError] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """An error of ours inside the block becomes an entry; the block ends there."""
+        """Record a MegatrainError that ends the block, instead of raising it."""
         try:
             yield
         except MegatrainError as error:
             self.found.append(error)
 
     def raise_all(self) -> None:
-        """Raise one error for everything found, or return if there is nothing.
+        """Raise one error for all that were found, if any.
 
         Raises:
-            PlanRefused: The run does not fit the machine, and nothing else is wrong.
-            UserError: Anything else.
+            PlanRefused: All of them are PlanRefused.
+            UserError: Otherwise.
         """
         if len(self.found) == 1:
             raise self.found[0]
@@ -109,7 +102,7 @@ class Problems:
 
 
 def near_paths(path: Path) -> str:
-    """A remedy: what the user may have meant instead of a path that is not there."""
+    """A remedy for a missing path: similar names, or the contents of the nearest folder."""
     parent, name = path.parent, path.name
     while not parent.is_dir() and parent != parent.parent:
         parent, name = parent.parent, parent.name
@@ -117,13 +110,13 @@ def near_paths(path: Path) -> str:
         names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
     except PermissionError:
         return f"check the path; {parent} cannot be listed"
-    # A wrong suffix or a shared stem is closer to what was meant than the ratio of letters says.
+    # A different suffix is a more likely mistake than letter similarity suggests.
     close = [other for other in names if name and Path(other).stem == Path(name).stem]
     close += [other for other in difflib.get_close_matches(name, names, n=3) if other not in close]
     if close:
         return "did you mean " + " or ".join(str(parent / other) for other in close[:3]) + "?"
     listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"check the path; {parent} holds {listing or 'nothing'}"
+    return f"check the path; {parent} contains {listing or 'nothing'}"
 
 
 def _indented(text: str) -> str:

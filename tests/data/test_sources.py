@@ -171,7 +171,7 @@ def test_places_count_lines_or_rows() -> None:
     [
         ("chat.json", r"chat.json does not exist\n  -> did you mean .*/chat.jsonl"),
         ("chta.jsonl", r"did you mean .*/chat.jsonl"),
-        ("nowhere/chat.jsonl", "does not exist\n  -> check the path; .* holds bad, chat.jsonl"),
+        ("nowhere/chat.jsonl", "does not exist\n  -> check the path; .* contains bad, chat.jsonl"),
         ("*.csv", "matches no file"),
         ("empty", "no data files in the folder .*: it is empty"),
         ("bad", "no data files in the folder .*: it holds only .png\n  -> megatrain reads json"),

@@ -117,13 +117,8 @@ def _command_with_config(commands: _Commands[_Parser], name: str, what: str, nar
     command = _command(commands, name, what)
     command.usage = f"megatrain {name} RUN.yaml [OPTION ...] [--section.key VALUE ...]"
     command.add_argument("config", metavar="RUN.yaml", nargs=nargs, help="config file, or the folder of a run")
-    command.add_argument(
-        "--help-all",
-        action=_HelpAll,
-        nargs="?",
-        metavar="SECTION",
-        help="describe all config keys, or those of one section",
-    )
+    what = "describe all config keys, or those of one section"
+    command.add_argument("--help-all", action=_HelpAll, nargs="?", metavar="SECTION", help=what)
     command.set_defaults(takes_keys=True)
     return command
 
@@ -137,18 +132,11 @@ def _add_number(
 
 
 def _add_preparing(commands: _Commands[_Parser]) -> None:
-    init = _command(commands, "init", "write a commented run.yaml for a model and data, and check it")
-    init.add_argument("model", metavar="MODEL", help="Hugging Face model folder, or a hub id in the local cache")
-    init.add_argument(
-        "data",
-        metavar="DATA",
-        nargs="+",
-        help="files, folders, globs, or ids of datasets in the local Hugging Face cache",
-    )
-    init.add_argument(
-        "--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="file to write (default: run.yaml)"
-    )
-    init.add_argument(
+    add = _command(commands, "init", "write a commented run.yaml for a model and data, and check it").add_argument
+    add("model", metavar="MODEL", help="Hugging Face model folder, or a hub id in the local cache")
+    add("data", metavar="DATA", nargs="+", help="files, folders, globs, or ids of cached Hugging Face datasets")
+    add("--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="file to write (default: run.yaml)")
+    add(
         "--columns",
         metavar="NAME=COLUMN",
         nargs="+",
@@ -160,35 +148,25 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
     )
     _add_number(data, "--samples", 3, "samples to show of each source")
     _add_number(data, "--tokens", 400, "tokens to show of each sample")
-    check = _command_with_config(commands, "check", "check everything that training needs, without training")
-    _add_resume(check)
-    plan = _command_with_config(
+    _add_resume(_command_with_config(commands, "check", "check everything that training needs, without training"))
+    add = _command_with_config(
         commands, "plan", "show memory use, placement and estimated speed, without allocating anything"
-    )
-    plan.add_argument("--machine", metavar="FILE", help="plan for the machine described in FILE (see docs/machines)")
-    plan.add_argument(
-        "--world",
-        metavar="N",
-        type=_positive,
-        help="rank the parallel layouts for N GPUs (engine: mesh); needs --machine with a cluster file",
-    )
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    ).add_argument
+    add("--machine", metavar="FILE", help="plan for the machine described in FILE (see docs/machines)")
+    world = "rank the parallel layouts for N GPUs (engine: mesh); needs --machine with a cluster file"
+    add("--world", metavar="N", type=_positive, help=world)
+    add("--json", action="store_true", help="print JSON")
 
 
 def _add_training(commands: _Commands[_Parser]) -> None:
-    train = _command_with_config(commands, "train", "train, and write checkpoints that transformers can load")
-    _add_resume(train)
+    _add_resume(_command_with_config(commands, "train", "train, and write checkpoints that transformers can load"))
     monitor = _command(commands, "monitor", "watch a run live in the terminal, from its files")
     monitor.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     _add_number(monitor, "--every", 2, "seconds between updates")
-    plot = _command(commands, "plot", "plot one or several runs, as PNG and HTML")
-    plot.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or a metrics.jsonl")
-    plot.add_argument(
-        "--out", metavar="NAME", type=Path, default=Path("plot"), help="output files without suffix (default: plot)"
-    )
-    plot.add_argument(
-        "--x", choices=("step", "tokens", "hours"), default="step", help="horizontal axis (default: step)"
-    )
+    add = _command(commands, "plot", "plot one or several runs, as PNG and HTML").add_argument
+    add("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or a metrics.jsonl")
+    add("--out", metavar="NAME", type=Path, default=Path("plot"), help="output files without suffix (default: plot)")
+    add("--x", choices=("step", "tokens", "hours"), default="step", help="horizontal axis (default: step)")
 
 
 def _add_resume(command: argparse.ArgumentParser) -> None:
@@ -209,55 +187,36 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
 
 
 def _add_using(commands: _Commands[_Parser]) -> None:
-    evaluate = _command_with_config(commands, "eval", "compute loss and perplexity on the held-out data (data.val)")
-    evaluate.add_argument(
+    _command_with_config(commands, "eval", "compute loss and perplexity on the held-out data (data.val)").add_argument(
         "--checkpoint",
         metavar="PATH",
         type=Path,
         help="checkpoint or model folder; default: the run's newest checkpoint, or model.path of a RUN.yaml",
     )
     generate = _command(commands, "generate", "generate text with plain transformers, for a quick look at the model")
-    generate.add_argument(
-        "model", metavar="MODEL", type=Path, help="folder of a run (its newest checkpoint), a checkpoint or a model"
-    )
-    generate.add_argument(
-        "--prompt", metavar="TEXT", action="append", required=True, help="prompt; may be given several times"
-    )
+    add = generate.add_argument
+    add("model", metavar="MODEL", type=Path, help="folder of a run (its newest checkpoint), a checkpoint or a model")
+    add("--prompt", metavar="TEXT", action="append", required=True, help="prompt; may be given several times")
     _add_number(generate, "--tokens", 128, "maximum new tokens per prompt")
-    generate.add_argument(
-        "--temperature",
-        metavar="X",
-        type=_temperature,
-        default=0.0,
-        help="sampling temperature; 0: always the most likely token (default: 0)",
-    )
+    sampling = "sampling temperature; 0: always the most likely token (default: 0)"
+    add("--temperature", metavar="X", type=_temperature, default=0.0, help=sampling)
     _add_number(generate, "--seed", 0, "seed of the sampling", parse=int)
-    generate.add_argument("--plain", action="store_true", help="continue the prompt as is, without the chat template")
-    generate.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--plain", action="store_true", help="continue the prompt as is, without the chat template")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
     export = _command(
         commands,
         "export",
         "write a checkpoint as a plain Hugging Face folder, and verify that it loads and computes the same",
     )
     verify = _command(commands, "verify", "verify all checksums of a checkpoint, and name damaged files")
+    which = "folder of a checkpoint, or of a run (its newest checkpoint)"
     for command in (export, verify):
-        command.add_argument(
-            "checkpoint",
-            metavar="RUN_OR_CHECKPOINT",
-            type=Path,
-            help="folder of a checkpoint, or of a run (its newest checkpoint)",
-        )
-    export.add_argument("out", metavar="OUT", type=Path, help="folder to create")
-    export.add_argument(
-        "--dtype", choices=DTYPE_NAMES, help="dtype of the weights; default: that of the original model"
-    )
-    export.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=_size,
-        default="50GB",
-        help="maximum size of a weight file, like 5GB or 500MB (default: 50GB)",
-    )
+        command.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, help=which)
+    add = export.add_argument
+    add("out", metavar="OUT", type=Path, help="folder to create")
+    add("--dtype", choices=DTYPE_NAMES, help="dtype of the weights; default: that of the original model")
+    limit = "maximum size of a weight file, like 5GB or 500MB (default: 50GB)"
+    add("--max-shard-size", metavar="SIZE", type=_size, default="50GB", help=limit)
     for command in (generate, export):
         command.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model folder")
 
@@ -275,9 +234,7 @@ def _add_machine(commands: _Commands[_Parser]) -> None:
     )
     _add_shape(bench, required=True)
     _add_number(bench, "--steps", 6, "measured steps")
-    bench.add_argument(
-        "--warmup", type=_positive, default=2, metavar="N", help="steps before them, at least 2 (default: 2)"
-    )
+    _add_number(bench, "--warmup", 2, "steps before them, at least 2")
     bench.add_argument("--no-bounds", action="store_true", help="skip the compute bounds")
     bench.add_argument("--json", action="store_true", help="print the report as JSON to stdout, all else to stderr")
     trace = _command_with_config(
@@ -290,9 +247,8 @@ def _add_machine(commands: _Commands[_Parser]) -> None:
     trace.usage += "\n       megatrain trace --shape SHAPE [OPTION ...]"
     _add_number(trace, "--steps", 3, "steps to record")
     _add_number(trace, "--warmup", 2, "steps before them")
-    trace.add_argument(
-        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="trace file (default: trace.json)"
-    )
+    out = Path("trace.json")
+    trace.add_argument("--out", type=Path, default=out, metavar="FILE", help=f"trace file (default: {out})")
     trace.add_argument("--png", type=Path, metavar="FILE", help="also draw the trace")
     trace.add_argument("--save", action="store_true", help="record a save too; its checkpoint is removed afterwards")
     _add_shape(trace, required=False)
@@ -308,27 +264,18 @@ def _add_shape(command: argparse._ActionsContainer, required: bool) -> None:
     """The arguments of commands that run steps of a model shape."""
     if not required:
         command = command.add_argument_group("options with --shape, whose steps use random weights and tokens")
-    command.add_argument("--shape", required=required, help="qwen3-0.6b, -4b, -8b, -14b, ..., tiny, or a model folder")
-    for name, default, what in (
-        ("--rows", SHAPE_ROWS, "rows per step"),
-        ("--tokens", SHAPE_TOKENS, "tokens per row"),
-    ):
-        about = what if required else f"{what} (default: {default})"
-        command.add_argument(name, type=_positive, required=required, metavar="N", help=about)
-    command.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
-    command.add_argument("--device-gib", type=float, metavar="X", help="limit on device memory [GiB]")
-    command.add_argument(
-        "--device-fraction", type=float, metavar="X", help="share of it that the plan may fill (default: 0.92)"
-    )
-    command.add_argument("--host-gib", type=float, metavar="X", help="limit on host memory [GiB]")
-    command.add_argument("--machine", metavar="FILE", help="plan with the figures in FILE instead of measuring")
-    command.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a field of ExecutionPlan, instead of the plan's choice",
-    )
+    add = command.add_argument
+    add("--shape", required=required, help="qwen3-0.6b, -4b, -8b, -14b, ..., tiny, or a model folder")
+    rows, tokens = ("", "") if required else (f" (default: {SHAPE_ROWS})", f" (default: {SHAPE_TOKENS})")
+    add("--rows", type=_positive, required=required, metavar="N", help=f"rows per step{rows}")
+    add("--tokens", type=_positive, required=required, metavar="N", help=f"tokens per row{tokens}")
+    add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--device-gib", type=float, metavar="X", help="limit on device memory [GiB]")
+    add("--device-fraction", type=float, metavar="X", help="share of it that the plan may fill (default: 0.92)")
+    add("--host-gib", type=float, metavar="X", help="limit on host memory [GiB]")
+    add("--machine", metavar="FILE", help="plan with the figures in FILE instead of measuring")
+    instead = "set an option of the engine, instead of the plan's choice"
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help=instead)
 
 
 def _positive(word: str) -> int:

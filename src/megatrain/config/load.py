@@ -35,39 +35,29 @@ from megatrain.errors import UserError
 
 Loc = tuple[str | int, ...]  # path of a value: ("data", "train", 0, "path")
 
-# Names of keys in other trainers and in earlier versions -> the key here.
-_ALIASES = {
-    "windows": "batch.accumulation_steps",
-    "chunk_rows": "batch.microbatch_rows",
-    "offload": "activations.offload_input",
-    "lr": "optim.learning_rate",
-    "max_seq_len": "data.max_tokens",
-    "max_seq_length": "data.max_tokens",
-    "max_length": "data.max_tokens",
-    "cutoff_len": "data.max_tokens",
-    "sequence_length": "data.max_tokens",
-    "model_name_or_path": "model.path",
-    "name_or_path": "model.path",
-    "dataset": "data.train",
-    "train_file": "data.train",
-    "validation_file": "data.val",
-    "batch_size": "batch.tokens_per_step",
-    "per_device_train_batch_size": "batch.microbatch_rows",
-    "gradient_accumulation_steps": "batch.tokens_per_step",
-    "num_train_epochs": "schedule.epochs",
-    "num_epochs": "schedule.epochs",
-    "max_steps": "schedule.steps",
-    "num_steps": "schedule.steps",
-    "lr_scheduler_type": "schedule.kind",
-    "warmup": "schedule.warmup_ratio",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval.every_steps",
-    "output_dir": "run.dir",
-    "max_grad_clip": "optim.max_grad_norm",
-    "gradient_clipping": "optim.max_grad_norm",
-    "dtype": "precision.compute_dtype",
+_OTHER_NAMES = {
+    "optim.learning_rate": "lr",
+    "optim.max_grad_norm": "max_grad_clip gradient_clipping",
+    "data.max_tokens": "max_seq_len max_seq_length max_length cutoff_len sequence_length",
+    "data.train": "dataset train_file",
+    "data.val": "validation_file",
+    "model.path": "model_name_or_path name_or_path",
+    "batch.tokens_per_step": "batch_size gradient_accumulation_steps",
+    "batch.microbatch_rows": "per_device_train_batch_size chunk_rows",
+    "batch.accumulation_steps": "windows",
+    "activations.offload_input": "offload",
+    "precision.compute_dtype": "dtype",
+    "schedule.epochs": "num_train_epochs num_epochs",
+    "schedule.steps": "max_steps num_steps",
+    "schedule.kind": "lr_scheduler_type",
+    "schedule.warmup_ratio": "warmup",
+    "checkpoint.every_steps": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "eval.every_steps": "eval_steps",
+    "run.dir": "output_dir",
 }
+"""Names of a key in other trainers and in earlier versions, for suggestions."""
+_ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -382,20 +372,18 @@ def _user_error(error: ValidationError, document: _Document) -> UserError:
 
 
 # pydantic's messages name Python types; a config is YAML.
-_SHOULD_BE = {
-    "tuple_type": "a list",
-    "dict_type": "a section with keys",
-    "string_type": "text",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "finite_number": "a finite number",
-    "model_type": "a section with keys",
-    "model_attributes_type": "a section with keys",
-    "string_too_short": "a text that is not empty",
-    "too_short": "a list with at least one item",
+_EXPECTED = {
+    "a list": "tuple_type",
+    "a section with keys": "dict_type model_type model_attributes_type",
+    "text": "string_type",
+    "a text that is not empty": "string_too_short",
+    "a whole number": "int_type int_from_float",
+    "a number": "float_type",
+    "a finite number": "finite_number",
+    "true or false": "bool_type",
+    "a list with at least one item": "too_short",
 }
+_SHOULD_BE = {error: expected for expected, errors in _EXPECTED.items() for error in errors.split()}
 _SHOWN_CHARS = 120
 
 
