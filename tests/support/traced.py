@@ -1,6 +1,6 @@
-"""Streams of a machine that does not exist: what is queued and what waits for what is written down, in order.
+"""CPU streams that log queued work and waits in order.
 
-The CPU runs everything at once, so the order of events cannot be seen in results there. It can be seen in the log.
+A CPU runs everything at once, so results do not show the order of events; the log does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatrain.device.streams import Event, Streams
 
 
 class TracedEvent:
-    """An event that writes down who records it and who waits for it."""
+    """An event that logs who records it and who waits for it."""
 
     def __init__(self, name: str, log: list[str]):
         self.name, self._log = name, log
@@ -31,7 +31,7 @@ class TracedEvent:
 
 
 class TracedStreams(Streams):
-    """Streams of the CPU that keep a log."""
+    """CPU streams with a log of events."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
