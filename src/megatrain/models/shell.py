@@ -25,7 +25,7 @@ from torch.func import functional_call
 from megatrain.errors import UserError
 from megatrain.models.chunked_mlp import ModuleKey, TokenChunks, mlp_matrices, modules_in_chunks
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
-from megatrain.models.templates import IN_CHUNKS, LayerCode, Stays, Variant, template_groups
+from megatrain.models.templates import CHUNKABLE, KeepRule, LayerCode, Variant, template_groups
 
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """(layer index, positional arguments, keyword arguments) -> the output of HF's layer."""
@@ -228,9 +228,9 @@ class Shell:
         """Whether layer `index` runs compiled code; False once its compilation has failed."""
         return self._code[self.groups[index]].compiled
 
-    def kept_operations(self, index: int, variant: Variant) -> Stays:
-        """Which operations' results layer `index` keeps in a variant of `PARTS`."""
-        return self._code[self.groups[index]].kept_operations(variant)
+    def keep_rule(self, index: int, variant: Variant) -> KeepRule:
+        """Which results layer `index` keeps in a variant of `KEEP_ONE_PART`."""
+        return self._code[self.groups[index]].keep_rule(variant)
 
     @property
     def attention(self) -> str:
@@ -297,7 +297,7 @@ class Shell:
         if code.compiled:
             return code(variant, bound, args, kwargs)
         # Eager: the layer's own module, whose code may depend on its index.
-        layer = (self._layers_in_chunks if variant in IN_CHUNKS else self.layers)[index]
+        layer = (self._layers_in_chunks if variant in CHUNKABLE else self.layers)[index]
         return functional_call(layer, bound, args, kwargs)
 
     def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:

@@ -1,28 +1,27 @@
 """Layer code: HF's own layer modules as functions of their weights, compiled once per group of equal layers.
 
 [Note: template groups]
-Layers that differ in their weights alone run the same code: equal class, tensor names, shapes and types, and equal plain
-attributes in all their submodules (`layer_idx` aside). The first layer of a group is its template; the others' weights and
-buffers are bound to it. So a model of 100 layers compiles one or two of them.
+Layers that differ only in their weights run the same code: they have the same class, tensor names, shapes and dtypes, and the
+same plain attributes in all submodules (except `layer_idx`). The first layer of a group is its template; the weights and buffers
+of the others are bound to it. So a model of 100 layers compiles one or two templates.
 
 [Note: variants]
-A compiled function exists in several variants, each with a code object of its own, because the compiler's cache belongs to
-the code object and its memory budget is no part of the cache's guards:
-    forward    without gradients, for layers that will be recomputed
-    recompute  with gradients, everything saved: its backward follows at once
-    keep       with gradients, everything saved, until the backward
-    selective  with gradients, until the backward, but only as much as the activation memory budget (0..1) allows: the compiler
-               computes the rest again
-    keep_attention  with gradients, until the backward, but of all that is saved only the layer's input and what its attention
-               gave
-    keep_mlp   the same with the products of the MLP's matrices instead of the attention
+Each compiled function has several variants with separate code objects, because the compiler caches by code object and does not
+guard on the activation memory budget:
+    forward         without gradients, for layers that will be recomputed
+    recompute       with gradients; saves all activations for the backward that follows at once
+    keep            with gradients; saves all activations until the backward
+    selective       with gradients; until the backward, saves as much as the activation memory budget (0..1) allows, and the
+                    compiler recomputes the rest
+    keep_attention  with gradients; until the backward, saves only the layer's input and the results of attention
+    keep_mlp        the same with the products of the MLP's matrices instead of attention
 
-[Note: one part kept]
-`keep_attention` and `keep_mlp` keep the results of some operations by name and compute all others again, which is what
-`torch.utils.checkpoint` calls a selective policy. Where a layer is compiled, the compiler cuts its graph by that policy, and its
-backward computes again no more than it reads: attention runs once. An eager layer does it in two calls: its forward writes
-the results down (`Kept.written`), and the recompute before its backward reads them instead of running the operation
-(`Kept.read`).
+[Note: keeping one part]
+`keep_attention` and `keep_mlp` keep the results of certain operations and recompute all others, as a selective policy of
+`torch.utils.checkpoint` does. For a compiled layer, the compiler partitions the graph by that policy, and the backward recomputes
+only what it reads: attention runs once. An eager layer takes two calls: its forward records the results
+(`KeptResults.recording`), and the recompute before its backward reads them instead of running the operations
+(`KeptResults.replaying`).
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 logger = logging.getLogger(__name__)
 
 Variant = Literal["forward", "recompute", "keep", "selective", "keep_attention", "keep_mlp"]
-PARTS: tuple[Variant, ...] = ("keep_attention", "keep_mlp")
-"""Variants that keep one part of a layer. See [Note: one part kept]."""
-IN_CHUNKS: tuple[Variant, ...] = ("forward", "recompute", "keep_attention")
-"""Variants whose MLP saves nothing that its backward reads, so that it may be computed in chunks of tokens."""
+KEEP_ONE_PART: tuple[Variant, ...] = ("keep_attention", "keep_mlp")
+"""See [Note: keeping one part]."""
+CHUNKABLE: tuple[Variant, ...] = ("forward", "recompute", "keep_attention")
+"""Variants that save nothing inside the MLP for a later backward, so the MLP may be computed in chunks of tokens."""
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype)
 NOT_CODE = {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "training"}
-"""Attributes that number a layer or are set for all layers alike."""
+"""Attributes that number a layer, or that are set for all layers alike."""
 
 
 def template_groups(layers: Sequence[nn.Module]) -> list[int]:
@@ -79,7 +78,7 @@ def _signature(layer: nn.Module) -> Iterator[Any]:
 
 
 def _comparable(value: Any) -> Any:
-    """A plain value by value, containers of plain values by their parts, anything else by identity."""
+    """What to compare: plain values by value, containers by their items, functions by definition, anything else by identity."""
     if isinstance(value, PLAIN):
         return type(value).__name__, value
     if isinstance(value, tuple | list):
@@ -96,10 +95,10 @@ def _comparable(value: Any) -> Any:
 
 
 class Leaves(dict[str, torch.Tensor]):
-    """Autograd leaves over some weights, by layout name; made once for each place of a layer's weights, and never changed.
+    """Autograd leaves over a layer's weights, by layout name; made once for each place of the weights, and never changed.
 
     Attributes:
-        trained: Those that need a gradient.
+        trained: The leaves that require a gradient.
     """
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]):
@@ -113,9 +112,9 @@ class LayerCode:
     Args:
         module: The template; its own parameters are never used.
         name: For the compiler's logs.
-        compiled: Compile on first use; if that fails, warn once and go on in eager mode.
+        compiled: Compile on first use; if that fails, warn once and run eager.
         budget: Activation memory budget of the `selective` variant.
-        mlp_matrices: Shapes of the MLP's matrices, which the `mlp` variant tells its products by.
+        mlp_matrices: Shapes of the MLP's matrices, by which `keep_mlp` recognizes their products.
     """
 
     def __init__(
@@ -141,70 +140,66 @@ class LayerCode:
         self, variant: Variant, bound: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the layer with `bound` in place of its parameters and buffers (all names)."""
-        module = self._in_chunks if variant in IN_CHUNKS else self.module
+        module = self._in_chunks if variant in CHUNKABLE else self.module
         if self._compiled is None:
             return functional_call(module, dict(bound), args, kwargs)
         run = self._compiled.get(variant)
         if run is None:
-            stays = self.kept_operations(variant) if variant in PARTS else None
-            run = self._compiled[variant] = torch.compile(
-                _fresh_function(module, f"{self._name}_{variant}", stays), dynamic=False
-            )
+            rule = self.keep_rule(variant) if variant in KEEP_ONE_PART else None
+            function = _fresh_function(module, f"{self._name}_{variant}", rule)
+            run = self._compiled[variant] = torch.compile(function, dynamic=False)
         try:
-            if variant != "selective":  # the configuration costs more to set than a small layer to launch
+            if variant != "selective":  # setting the config takes longer than launching a small layer
                 return run(dict(bound), args, kwargs)
             with functorch_config.patch(activation_memory_budget=self._budget):
                 return run(dict(bound), args, kwargs)
         except _compiler_errors() as error:
+            kind = type(self.module).__name__
             logger.warning(
-                "%s cannot be compiled (%s); asked for compile: auto, going on in eager mode",
-                type(self.module).__name__,
-                type(error).__name__,
+                "%s cannot be compiled (%s): asked for compile: auto, using eager", kind, type(error).__name__
             )
-            logger.debug("the compiler said", exc_info=error)
+            logger.debug("compiler error", exc_info=error)
             self._compiled = None
             return functional_call(module, dict(bound), args, kwargs)
 
     def compute_in_chunks(self, module: nn.Module) -> None:
-        """From the next call on, compute with this module in the variants that can have an MLP in chunks of tokens.
+        """From the next call on, use this module for the variants in `CHUNKABLE`.
 
-        What was compiled for them is forgotten: a size of chunks is a constant of the code, and of one code object the compiler
-        makes a handful of versions at most.
+        Their compiled functions are dropped: the chunk size is a constant in the code, and the compiler makes only a few versions
+        of one code object.
         """
         self._in_chunks = module
         if self._compiled is not None:
-            self._compiled = {variant: run for variant, run in self._compiled.items() if variant not in IN_CHUNKS}
+            self._compiled = {variant: run for variant, run in self._compiled.items() if variant not in CHUNKABLE}
 
-    def kept_operations(self, variant: Variant) -> Stays:
-        """What the layer keeps in a variant that keeps one part of it."""
-        return kept_operations(variant, self._mlp_matrices)
+    def keep_rule(self, variant: Variant) -> KeepRule:
+        return keep_rule(variant, self._mlp_matrices)
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:
-    """What the compiler raises when it cannot do a function, as opposed to what the function itself raises."""
+    """Errors of the compiler itself, as opposed to errors of the function that it compiles."""
     import torch._dynamo.exc
     import torch._inductor.exc
 
     return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
 
 
-def _fresh_function(module: nn.Module, name: str, stays: Stays | None) -> Any:
-    """A function with a code object of its own; see [Note: variants]. With `stays`, of all it computes it keeps that."""
+def _fresh_function(module: nn.Module, name: str, rule: KeepRule | None) -> Any:
+    """A function with a separate code object, see [Note: variants]; with a `rule`, it keeps only the results of that rule."""
 
     def run(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return functional_call(module, bound, args, kwargs)
 
-    def run_part(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_keeping(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return checkpoint(functional_call, module, bound, args, kwargs, use_reentrant=False, context_fn=contexts)
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, stays))  # type: ignore[arg-type]
-    plain = run if stays is None else run_part
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, rule))  # type: ignore[arg-type]
+    plain = run if rule is None else run_keeping
     code = plain.__code__.replace(co_name=name)
     return types.FunctionType(code, plain.__globals__, name, plain.__defaults__, plain.__closure__)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One part kept
+# ------------------------------------------------------------------ keeping one part
 
 _aten = torch.ops.aten
 ATTENTION = (
@@ -215,57 +210,53 @@ ATTENTION = (
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     flex_attention_hop,
 )
-"""Fused attention: forward kernels that save their output and the logarithms of the sums for the backward."""
+"""Fused attention: forward kernels that save their output and the log-sum-exp for the backward."""
+
+KeepRule = Callable[[Any, tuple[Any, ...]], bool]
+"""(operation, arguments) -> whether its results are kept."""
 
 
-Stays = Callable[[Any, tuple[Any, ...]], bool]
-"""Whether the results of an operation with these arguments are kept."""
-
-
-def kept_operations(variant: Variant, mlp_matrices: frozenset[tuple[int, ...]]) -> Stays:
-    """What a layer of a variant in `PARTS` keeps. See [Note: one part kept]."""
+def keep_rule(variant: Variant, mlp_matrices: frozenset[tuple[int, ...]]) -> KeepRule:
+    """The rule of a variant in `KEEP_ONE_PART`."""
     if variant == "keep_attention":
         return lambda operation, args: operation in ATTENTION
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    products = (_aten.mm.default, _aten.addmm.default)
     return lambda operation, args: operation in products and tuple(sorted(args[-1].shape)) in mlp_matrices
 
 
-def _policy(stays: Stays, ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if stays(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(rule: KeepRule, ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if rule(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Kept:
-    """What an eager layer keeps of one part between its forward and its backward. See [Note: one part kept]."""
+class KeptResults:
+    """Results that an eager layer keeps from its forward to its recompute. See [Note: keeping one part]."""
 
-    def __init__(self, stays: Stays):
-        self._stays = stays
+    def __init__(self, rule: KeepRule):
+        self._rule = rule
         self._results: collections.deque[Any] = collections.deque()
 
-    def written(self) -> TorchDispatchMode:
-        """The layer's forward runs inside, without gradients."""
-        return _Intercepted(self._stays, self._write)
+    def recording(self) -> TorchDispatchMode:
+        """Context for the layer's forward, without gradients."""
+        return _Intercept(self._rule, self._record)
 
-    def read(self) -> TorchDispatchMode:
-        """The layer's recompute runs inside, once: nothing that was written down is computed again."""
-        return _Intercepted(self._stays, self._read)
+    def replaying(self) -> TorchDispatchMode:
+        """Context for the layer's recompute, once: recorded operations do not run again."""
+        return _Intercept(self._rule, lambda operation, args, kwargs: self._results.popleft())
 
-    def _write(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = operation(*args, **kwargs)
         self._results.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results))
         return results
 
-    def _read(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._results.popleft()
 
+class _Intercept(TorchDispatchMode):
+    """Inside, calls `instead` for the operations that the rule keeps."""
 
-class _Intercepted(TorchDispatchMode):
-    """Inside, operations that stay go through `instead`."""
-
-    def __init__(self, stays: Stays, instead: Callable[..., Any]):
+    def __init__(self, rule: KeepRule, instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]):
         super().__init__()
-        self._stays, self._instead = stays, instead
+        self._rule, self._instead = rule, instead
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._stays(func, args):
+        if self._rule(func, args):
             return self._instead(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -41,7 +41,7 @@ from megatrain.engine.objective import (
 from megatrain.engine.plan import StepShape
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
-from megatrain.models.templates import PARTS, Kept, Leaves, Variant
+from megatrain.models.templates import KEEP_ONE_PART, KeptResults, Leaves, Variant
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
@@ -236,9 +236,9 @@ class StepRunner:
             if call is not None and self._keeps_graph(index):
                 outputs, form = self._forward_kept(call, self._variants[index])
             else:
-                if call is not None and index in self._variants:  # see [Note: one part kept]
-                    stays = self.shell.kept_operations(index, self._variants[index])
-                    call.kept = [Kept(stays) for _ in self._rows.chunks]
+                if call is not None and index in self._variants:  # see [Note: keeping one part]
+                    rule = self.shell.keep_rule(index, self._variants[index])
+                    call.kept = [KeptResults(rule) for _ in self._rows.chunks]
                 outputs, form = self._forward_layer(index, arguments, call.random_states if call else None, call)
         self._rows.saw(arguments.leaves, outputs)
         if call is not None:
@@ -252,7 +252,7 @@ class StepRunner:
     def _keeps_graph(self, layer: int) -> bool:
         """Whether the layer's autograd graph waits for the backward."""
         variant = self._variants.get(layer)
-        return variant is not None and (variant not in PARTS or self.shell.compiled(layer))
+        return variant is not None and (variant not in KEEP_ONE_PART or self.shell.compiled(layer))
 
     def _forward_layer(
         self,
@@ -271,7 +271,7 @@ class StepRunner:
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
                 args, kwargs = arguments.unflatten(self._rows.cut_inputs(index, arguments.leaves, rows))
-                with call.kept[number].written() if call is not None and call.kept else contextlib.nullcontext():
+                with call.kept[number].recording() if call is not None and call.kept else contextlib.nullcontext():
                     output = self.shell.call_layer(index, "forward", weights, args, kwargs)
                 parts.append([])
                 form = tree_flatten(output, parts[-1])
@@ -449,7 +449,7 @@ class StepRunner:
                 if graph.moving is not None:
                     graph.moving.now = {"weights": flat, **self._returned_input(call)}
             else:
-                kept = call.kept[number].read() if call.kept else contextlib.nullcontext()
+                kept = call.kept[number].replaying() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
                     graph, _, _ = self._graph_of(call, flat, rows, "recompute", kept)
             d_outputs = self._rows.cut_gradients(call.layer, call.output_gradients, rows)

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from megatrain.engine.host.activations import MovingTensors
 from megatrain.engine.host.arguments import Arguments
-from megatrain.models.templates import Kept
+from megatrain.models.templates import KeptResults
 
 
 @dataclass
@@ -73,7 +73,7 @@ class LayerCall:
     sources: dict[int, Source]
     random_states: list[Any] = field(default_factory=list)
     graphs: list[ChunkGraph] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptResults] = field(default_factory=list)
     output_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Layers that keep one part: what autograd holds of them, and how often what is computed."""
+"""Layers that keep one part: which activations autograd saves, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.models.chunked_mlp import TokenChunks
-from megatrain.models.templates import ATTENTION, Kept, LayerCode, Variant, kept_operations
+from megatrain.models.templates import ATTENTION, KeptResults, LayerCode, Variant, keep_rule
 
 WIDTH, HEADS, TOKENS, WIDE = 32, 2, 40, 96
 
 
 class Block(nn.Module):
-    """A decoder layer in few words."""
+    """A small decoder layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Block(nn.Module):
 
 MATRICES = frozenset({(WIDTH, WIDE)})
 HELD: dict[str, set[tuple[int, ...]]] = {
-    "keep_attention": {(1, HEADS, TOKENS, WIDTH // HEADS), (1, HEADS, TOKENS)},  # what it gave, logarithms of its sums
+    "keep_attention": {(1, HEADS, TOKENS, WIDTH // HEADS), (1, HEADS, TOKENS)},  # output, log-sum-exp
     "keep_mlp": {(TOKENS, WIDE)},
 }
 
 
 @pytest.fixture
 def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's front half: graphs are cut as they are for a GPU, and then run as they are."""
+    """The compiler's front end alone: graphs are partitioned as for a GPU, then run eager."""
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda f, dynamic: compile(f, dynamic=dynamic, backend="aot_eager", fullgraph=True)
@@ -50,7 +50,7 @@ def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradients(
     code: Any, state: dict[str, torch.Tensor], x: torch.Tensor
 ) -> tuple[list[torch.Tensor], set[tuple[int, ...]]]:
-    """(output and all gradients, shapes of what autograd holds beside weights and input)."""
+    """(output and all gradients, shapes of tensors that autograd saves besides weights and input)."""
     held: set[tuple[int, ...]] = set()
     weights = {shape for w in state.values() for shape in (tuple(w.shape), tuple(w.shape)[::-1])}
 
@@ -61,11 +61,11 @@ def gradients(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = code(state, x)
     found = torch.autograd.grad(out, [x, *state.values()], torch.cos(out.detach()))
-    return [out.detach(), *found], held - weights - {tuple(x.shape), (5056,)}  # the last is the state of the generator
+    return [out.detach(), *found], held - weights - {tuple(x.shape), (5056,)}  # the last is the generator state
 
 
 @pytest.mark.parametrize("variant", ["keep_attention", "keep_mlp"])
-def test_a_compiled_layer_holds_its_part_and_nothing_else(variant: Variant, aot_eager: None) -> None:
+def test_a_compiled_layer_saves_only_the_part_it_keeps(variant: Variant, aot_eager: None) -> None:
     torch.manual_seed(0)
     block = Block()
     state = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
@@ -79,8 +79,8 @@ def test_a_compiled_layer_holds_its_part_and_nothing_else(variant: Variant, aot_
         torch.testing.assert_close(mine, theirs)
 
 
-def test_an_mlp_in_chunks_is_one_operation_of_the_compiled_layer_and_not_computed_for_nothing(aot_eager: None) -> None:
-    """In the backward of a layer that keeps its attention, nothing reads what the MLP gave."""
+def test_a_compiled_layer_does_not_recompute_an_mlp_in_chunks_without_need(aot_eager: None) -> None:
+    """The MLP is one operation, whose output nothing reads in the backward of a layer that keeps its attention."""
     torch.manual_seed(0)
     block, calls = Block(), []
     mlp = LayerCode(block.mlp, "mlp", compiled=False)
@@ -104,21 +104,21 @@ def test_an_mlp_in_chunks_is_one_operation_of_the_compiled_layer_and_not_compute
         torch.testing.assert_close(mine, theirs)
 
 
-def test_an_eager_layer_reads_what_it_wrote() -> None:
+def test_an_eager_layer_replays_its_recorded_results() -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(1, TOKENS, WIDTH).requires_grad_()
     want = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
-    kept = Kept(kept_operations("keep_attention", MATRICES))
-    with torch.no_grad(), kept.written():
+    kept = KeptResults(keep_rule("keep_attention", MATRICES))
+    with torch.no_grad(), kept.recording():
         block(x)
     assert len(kept._results) == 1
-    with kept.read():
+    with kept.replaying():
         out = block(x)
     assert not kept._results
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, *block.parameters()]), want))
 
 
-def test_every_fused_attention_of_torch_is_known() -> None:
+def test_all_fused_attention_operators_of_torch_are_known() -> None:
     named = {str(operation) for operation in ATTENTION}
     fused = {
         name.removeprefix("aten::")
