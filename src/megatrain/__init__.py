@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatrain.config.load import load_config as load_config
     from megatrain.config.schema import RunConfig as RunConfig
     from megatrain.engine.host.engine import HostEngine as HostEngine
+    from megatrain.engine.objective import Objective as Objective
     from megatrain.engine.plan import ExecutionPlan as ExecutionPlan
     from megatrain.engine.results import EvalResult as EvalResult
     from megatrain.engine.results import StepResult as StepResult
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from megatrain.errors import PlanRefused as PlanRefused
     from megatrain.errors import UserError as UserError
     from megatrain.optim.adamw import AdamW as AdamW
+    from megatrain.optim.spec import OptimizerSpec as OptimizerSpec
     from megatrain.optim.spec import ParamGroup as ParamGroup
+    from megatrain.optim.spec import StateSpec as StateSpec
     from megatrain.planner.run import plan as plan
     from megatrain.run.evaluate import evaluate as evaluate
     from megatrain.run.loop import train as train
@@ -38,9 +41,12 @@ _HOME = {
     "HostEngine": "megatrain.engine.host.engine",
     "MegatrainError": "megatrain.errors",
     "NumericStop": "megatrain.errors",
+    "Objective": "megatrain.engine.objective",
+    "OptimizerSpec": "megatrain.optim.spec",
     "ParamGroup": "megatrain.optim.spec",
     "PlanRefused": "megatrain.errors",
     "RunConfig": "megatrain.config.schema",
+    "StateSpec": "megatrain.optim.spec",
     "StepResult": "megatrain.engine.results",
     "UserError": "megatrain.errors",
     "check": "megatrain.commands.check",
@@ -58,9 +64,12 @@ __all__ = [
     "HostEngine",
     "MegatrainError",
     "NumericStop",
+    "Objective",
+    "OptimizerSpec",
     "ParamGroup",
     "PlanRefused",
     "RunConfig",
+    "StateSpec",
     "StepResult",
     "UserError",
     "__version__",

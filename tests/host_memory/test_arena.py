@@ -116,7 +116,6 @@ def test_cuts_off_the_page_grid_or_outside_are_refused() -> None:
 
 
 def test_register_pins_exactly_the_arena_and_close_takes_the_pins_off() -> None:
-    """Case 15."""
     pinner = FakePinner()
     arena = Arena(10 * MIB + 1)
     cuts = [i * MIB for i in range(11)]
@@ -131,7 +130,6 @@ def test_register_pins_exactly_the_arena_and_close_takes_the_pins_off() -> None:
 
 
 def test_a_pin_limit_is_reported_with_what_was_pinned_and_leaves_usable_unpinned_memory() -> None:
-    """Case 15."""
     pinner = FakePinner(limit_bytes=9 * MIB)
     with Arena(16 * MIB) as arena:
         plane = arena.tensor(0, 4 * MIB, torch.float32)

@@ -19,7 +19,6 @@ LAYER = [
 
 
 def test_norms_and_biases_are_not_decayed_by_default() -> None:
-    """Case 10."""
     segments = segments_of(LAYER, AdamW(weight_decay=0.1))
     assert segments == (Segment(0, 64, 0.1, 1.0), Segment(64, 192, 0.0, 1.0), Segment(192, 272, 0.1, 1.0))
 

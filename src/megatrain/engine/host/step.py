@@ -11,11 +11,10 @@ logits exist at the same time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -26,18 +25,11 @@ from megatrain.engine.host.activations import MovingTensors, entrance
 from megatrain.engine.host.arguments import Arguments, Form, tree_flatten, tree_unflatten
 from megatrain.engine.host.fetch_order import forward_fetch_order, training_fetch_order
 from megatrain.engine.host.gradients import GradientFlow
+from megatrain.engine.host.head import Head, LossSums
 from megatrain.engine.host.rows import RowChunks, chunks_of
 from megatrain.engine.host.tape import ChunkGraph, LayerCall, Tape
 from megatrain.engine.host.weights import WeightStream
-from megatrain.engine.objective import (
-    IGNORED,
-    CrossEntropy,
-    Objective,
-    Targets,
-    cross_entropy_sum,
-    find_targets,
-    token_logprobs,
-)
+from megatrain.engine.objective import Objective
 from megatrain.engine.plan import StepShape
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
@@ -60,26 +52,6 @@ class Edges:
         return {**self.embedding, **self.head}
 
 
-class LossSums:
-    """Sums of a step's loss and metrics over its target tokens: fp64 scalars on the device."""
-
-    def __init__(self, device: torch.device):
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.metrics: dict[str, torch.Tensor] = {}
-
-    def add(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> None:
-        self.loss += loss
-        for name, value in metrics.items():
-            value = value.detach().double()
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
-
-    def wait(self, *others: torch.Tensor) -> tuple[float, dict[str, float], list[float]]:
-        """(loss, metrics, other scalars on the device), by one synchronisation."""
-        loss, *values = torch.stack([self.loss, *self.metrics.values(), *(o.double() for o in others)]).tolist()
-        count = len(self.metrics)
-        return loss, dict(zip(self.metrics, values[:count], strict=True)), values[count:]
-
-
 class StepAborter:
     """Another thread's way to end the step in progress, or the next one, at its next visit of a layer."""
 
@@ -99,8 +71,7 @@ class StepRunner:
     Args:
         shell: HF's code; its layers call back into this object.
         streams, weights, gradients, inputs: The device side.
-        objective: The loss.
-        compiled: Compile the loss; token chunks then all have one shape.
+        objective, compiled: See `Head`.
         aborter: Checked before each visit of a layer.
     """
 
@@ -121,10 +92,7 @@ class StepRunner:
         self._weights = weights
         self._gradients = gradients
         self._inputs = inputs
-        self._fixed_chunks = compiled
-        self.objective = objective
-        self._cross_entropy = torch.compile(cross_entropy_sum, dynamic=False) if compiled else cross_entropy_sum
-        self._logprobs = torch.compile(token_logprobs, dynamic=False) if compiled else token_logprobs
+        self._head = Head(shell, streams, objective, compiled)
         self._units = shell.structure.layers
         # What `run_layer` works on while HF's loop is running.
         self._tape: Tape | None = None
@@ -147,7 +115,7 @@ class StepRunner:
             (sums of loss and metrics, sum of the squares of the gradients), scalars on the device, not yet waited for.
         """
         self.shell.train(True)
-        inputs, targets = self._place(batch), self._find_targets(batch)
+        inputs, targets = self._place(batch), self._head.find_targets(batch)
         passes = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.accumulation_steps))
         microbatch_rows = min(shape.microbatch_rows, max(rows.stop - rows.start for rows in passes))
         self._learn_row_axes(inputs, microbatch_rows)
@@ -162,9 +130,11 @@ class StepRunner:
             self._mark("forward")
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, microbatch_rows, shape.segment, tape)
             self._mark("head")
-            here = self._targets_of(targets, rows)
+            here = self._head.targets_of(targets, rows)
             with self._streams.traced("head"):
-                d_hidden_BTD = self._head(hidden_BTD, here, edges, shape.head_tokens, gradient_scale, sums)
+                d_hidden_BTD = self._head.backward(
+                    hidden_BTD, here, edges.all(), shape.head_tokens, gradient_scale, sums, self._gradients.edges.add
+                )
             self._mark("backward")
             torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)  # [Note: the graph between the layers]
             del hidden_BTD, d_hidden_BTD
@@ -176,7 +146,8 @@ class StepRunner:
     def loss(self, batch: Batch, shape: StepShape) -> LossSums:
         """Sums of a batch's loss and metrics, without gradients. Logits exist for one chunk of tokens at a time."""
         self.shell.train(False)
-        inputs, targets = self._place(batch), self._on_device(self._find_targets(batch))
+        inputs, rows = self._place(batch), slice(0, len(batch["input_ids"]))
+        targets = self._head.targets_of(self._head.find_targets(batch), rows)
         sums = LossSums(self._streams.device)
         microbatch_rows = min(shape.microbatch_rows, len(batch["input_ids"]))
         with torch.no_grad():
@@ -184,12 +155,7 @@ class StepRunner:
             self._weights.follow(forward_fetch_order(len(self._units)))
             edges = self._bind_edges(requires_grad=False)
             hidden_BTD = self._forward(inputs, edges, microbatch_rows, 1, tape=None)
-            if self.objective.linear:
-                for hidden_ND, labels_N, part in self._token_chunks(hidden_BTD, targets, shape.head_tokens):
-                    self._linear_loss(edges, hidden_ND, labels_N, targets.part(part), sums)
-            else:
-                logprobs_N = self._all_logprobs(hidden_BTD, targets, edges, shape.head_tokens)
-                sums.add(*self.objective.loss(logprobs_N, targets))
+            self._head.loss(hidden_BTD, targets, edges.all(), shape.head_tokens, sums)
         self._weights.edges_in_use()
         return sums
 
@@ -327,97 +293,6 @@ class StepRunner:
             form = tree_flatten(self.shell.call_layer(call.layer, variant, weights, args, kwargs), outputs)
         return ChunkGraph([_edge_of(output) for output in outputs], inputs, weights.trained), outputs, form
 
-    # ---------------------------------------------------------------- head
-
-    def _head(
-        self,
-        hidden_BTD: torch.Tensor,
-        targets: Targets,
-        edges: Edges,
-        chunk_tokens: int,
-        gradient_scale: float,
-        sums: LossSums,
-    ) -> torch.Tensor:
-        """Loss and its gradient, a chunk of target tokens at a time; adds to `sums`. Returns d loss / d hidden (B, T, D).
-
-        See [Note: two passes of the head] in engine/objective.py.
-        """
-        d_hidden_BTD = torch.zeros_like(hidden_BTD)
-        d_flat = d_hidden_BTD.view(-1, hidden_BTD.shape[-1])
-        names = self.shell.head_names
-        weights = [edges.all()[name] for name in names]
-        scale = torch.full(
-            (), gradient_scale, dtype=torch.float32, device=hidden_BTD.device
-        )  # a copy would drain the queue
-        slopes_N = None if self.objective.linear else self._slopes(hidden_BTD, targets, edges, chunk_tokens, sums)
-        for hidden_ND, labels_N, part in self._token_chunks(hidden_BTD.detach(), targets, chunk_tokens):
-            hidden_ND.requires_grad_()
-            if slopes_N is None:
-                result = self._linear_loss(edges, hidden_ND, labels_N, targets.part(part), sums)
-                slope = scale
-            else:
-                result = self._logprobs(self.shell.logits(edges.all(), hidden_ND), labels_N)[: part.stop - part.start]
-                slope = slopes_N[part] * scale
-            d_hidden_ND, *d_weights = torch.autograd.grad(
-                result, [hidden_ND, *weights], slope.to(result.dtype), allow_unused=True
-            )
-            d_flat.index_copy_(0, targets.positions[part], d_hidden_ND[: part.stop - part.start])
-            for name in reversed(names):
-                self._gradients.edges.add(name, d_weights.pop())
-            del d_hidden_ND, result  # the next chunk needs their memory
-        return d_hidden_BTD
-
-    def _linear_loss(
-        self, edges: Edges, hidden_ND: torch.Tensor, labels_N: torch.Tensor, chunk: Targets, sums: LossSums
-    ) -> torch.Tensor:
-        """Loss of one chunk of tokens by a linear objective, a scalar; adds it and the metrics to `sums`."""
-        logits_NV = self.shell.logits(edges.all(), hidden_ND)
-        if type(self.objective) is CrossEntropy:
-            loss, metrics = self._cross_entropy(logits_NV, labels_N), {}
-        else:
-            loss, metrics = self.objective.loss(self._logprobs(logits_NV, labels_N)[: len(chunk)], chunk)
-        sums.add(loss.detach(), metrics)
-        return loss
-
-    def _slopes(
-        self, hidden_BTD: torch.Tensor, targets: Targets, edges: Edges, chunk_tokens: int, sums: LossSums
-    ) -> torch.Tensor:
-        """(N,) fp32, derivative of the loss with respect to each target's log-probability. Adds to `sums`."""
-        logprobs_N = self._all_logprobs(hidden_BTD, targets, edges, chunk_tokens).requires_grad_()
-        loss, metrics = self.objective.loss(logprobs_N, targets)
-        sums.add(loss.detach(), metrics)
-        return torch.autograd.grad(loss, logprobs_N)[0]
-
-    @torch.no_grad()
-    def _all_logprobs(
-        self, hidden_BTD: torch.Tensor, targets: Targets, edges: Edges, chunk_tokens: int
-    ) -> torch.Tensor:
-        """(N,) fp32, log-probability of each target; without gradient."""
-        logprobs_N = torch.zeros(len(targets), dtype=torch.float32, device=hidden_BTD.device)
-        for hidden_ND, labels_N, part in self._token_chunks(hidden_BTD, targets, chunk_tokens):
-            found = self._logprobs(self.shell.logits(edges.all(), hidden_ND), labels_N)
-            logprobs_N[part] = found[: part.stop - part.start]
-        return logprobs_N
-
-    def _token_chunks(
-        self, hidden_BTD: torch.Tensor, targets: Targets, chunk_tokens: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
-        """(hidden states (n, D), labels (n,), which targets these are) of at most `chunk_tokens` target tokens at a time.
-
-        Compiled code wants one shape: there the last chunk is padded with tokens that are no targets, which the slice leaves out.
-        """
-        count = len(targets)
-        flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-        positions, labels = targets.positions, targets.labels
-        if self._fixed_chunks:
-            chunk_tokens = min(chunk_tokens, 1 << (len(labels) - 1).bit_length()) if len(labels) else chunk_tokens
-            missing = -len(labels) % chunk_tokens
-            positions = torch.nn.functional.pad(positions, (0, missing))
-            labels = torch.nn.functional.pad(labels, (0, missing), value=IGNORED)
-        for start in range(0, len(labels), chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            yield flat.index_select(0, positions[part]), labels[part], slice(start, min(part.stop, count))
-
     # ---------------------------------------------------------------- backward
 
     def _backward(self, edges: Edges, segment: int, tape: Tape) -> None:
@@ -545,20 +420,6 @@ class StepRunner:
         """The model's inputs on the device, once per step; with the attention implementation that they need."""
         self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
         return {name: self._streams.to_device(batch[name]) for name in MODEL_INPUTS if batch.get(name) is not None}
-
-    def _targets_of(self, targets: Targets, rows: slice) -> Targets:
-        """The targets of some rows, on the device, with positions counted from the first of these rows."""
-        first, last = rows.start * targets.row_tokens, rows.stop * targets.row_tokens
-        start, end = np.searchsorted(targets.positions.numpy(), (first, last))  # they ascend
-        return self._on_device(targets.part(slice(int(start), int(end)), rows.start))
-
-    def _find_targets(self, batch: Batch) -> Targets:
-        return find_targets(batch["labels"], {key: batch[key] for key in self.objective.batch_keys})
-
-    def _on_device(self, targets: Targets) -> Targets:
-        move = self._streams.to_device
-        values = {key: move(value) for key, value in targets.values.items()}
-        return replace(targets, positions=move(targets.positions), labels=move(targets.labels), values=values)
 
     def _bind_edges(self, requires_grad: bool) -> Edges:
         """Leaves over the edge weights. The embedding is loaded now; the head's memory is bound now and loaded behind the
