@@ -235,19 +235,9 @@ class _Preview:
             self._show(part.store, int(part.chosen[one]), 0, int(part.lengths[one]))
 
     def _show(self, store: TokenStore, sample: int, offset: int, length: int) -> None:
-        ids, trained = _tokens_of(store, sample, offset, length)
+        ids, trained = store.run(sample, offset, length)
         log, marks = self._log, self._marks
         kinds = "in green" if log.colours else f"in {marks[0]}{marks[1]}"
         log.info(f"\n--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained, {kinds}")
         pieces = pieces_of(self._tokenizer, ids, trained, self._most_tokens)
         log.show(marked(pieces, colours=log.colours, marks=marks))
-
-
-def _tokens_of(store: TokenStore, sample: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a run of tokens, and which are targets; see [Note: what a packed row holds] in data/rows.py."""
-    begin = int(store.starts[sample]) + offset
-    end = begin + length
-    mask = store.trained
-    trained = np.ones(length, bool) if mask is None else np.asarray(mask[begin:end], bool).copy()
-    trained[0] = False
-    return np.asarray(store.tokens[begin:end]), trained

@@ -19,7 +19,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ class Builder:
         cached = store is not None
         if store is None:
             store = self._build(source, files, folder, where)
-        meta, rejects = store.meta, Rejects.from_json(store.meta["rejects"])
+        meta, rejects = store.meta, Rejects(**store.meta["rejects"])
         self.log(
             f"{source.path}: {'; '.join(meta['readings'])}: {counted(rejects.seen, 'sample')}, "
             f"{counted(meta['tokens'], 'token')}, {meta['targets']:,} trained{' (from the cache)' if cached else ''}"
@@ -164,7 +164,7 @@ class _SourceBuild:
                 raise _no_samples(self._source.path, self._rejects)
             files = [{"path": str(file), "unit": unit_of(file)} for file in self._files]
             meta = {"readings": self._readings, "notes": self._take_notes(), "files": files, "targets": writer.targets}
-            writer.finish({**meta, "rejects": self._rejects.to_json()})
+            writer.finish({**meta, "rejects": asdict(self._rejects)})
         finally:
             writer.close()
 

@@ -242,9 +242,7 @@ def _segments(data: DataConfig, part: Part, seed: int, log: Log) -> packing.Segm
         return cut(chosen, lengths, data.max_tokens)
 
     def targets_in(sample: int, offset: int, length: int) -> int:
-        assert store.trained is not None
-        begin = int(store.starts[sample]) + offset
-        return int(store.trained[begin + 1 : begin + length].sum())
+        return int(store.run(sample, offset, length)[1].sum())
 
     pieces = packing.cut_samples(chosen, lengths, data.max_tokens, data.overflow, targets_in)
     if pieces.too_long:

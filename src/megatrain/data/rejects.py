@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
 
 from megatrain.errors import UserError
 
@@ -27,6 +27,7 @@ class SampleRejected(Exception):
         self.reason, self.detail = reason, detail
 
 
+@dataclass
 class Rejects:
     """The rejected samples of one source.
 
@@ -36,10 +37,9 @@ class Rejects:
         examples: The first places of each reason.
     """
 
-    def __init__(self) -> None:
-        self.seen = 0
-        self.counts: dict[str, int] = {}
-        self.examples: dict[str, list[str]] = {}
+    seen: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -88,12 +88,3 @@ class Rejects:
         """Refuse a source that is plainly wrong long before its end."""
         if self.seen == EARLY_CHECK and self.share > max(allowed, 0.5):
             self.check(allowed, where)
-
-    def to_json(self) -> dict[str, object]:
-        return {"seen": self.seen, "counts": self.counts, "examples": self.examples}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Rejects:
-        rejects = cls()
-        rejects.seen, rejects.counts, rejects.examples = value["seen"], value["counts"], value["examples"]
-        return rejects

@@ -27,7 +27,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,12 +241,12 @@ class ChatRenderer:
         return sample
 
     def _has_tags(self, sample: ChatSample) -> bool:
-        with _Refusals():
+        with _refusals():
             template = self._tokenizer.get_chat_template(self._template, sample.tools)
             return GENERATION_TAG.search(template) is not None
 
     def _text(self, messages: list[dict[str, Any]], sample: ChatSample, generation: bool = False) -> str:
-        with _Refusals():
+        with _refusals():
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=sample.tools,
@@ -261,7 +262,7 @@ class ChatRenderer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _Refusals():
+        with _refusals():
             texts, marks = render_jinja_template(
                 conversations=[messages],
                 tools=sample.tools,  # pyright: ignore[reportArgumentType]  (a list of schemas is one of its kinds)
@@ -292,24 +293,22 @@ def read_template(path: str) -> str:
     raise UserError(f"{path} {what}", "data.chat_template", "give a jinja template file")
 
 
-class _Refusals:
-    """Turns an exception from a template into the rejection of the conversation."""
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn an exception from a template into the rejection of the conversation."""
+    from jinja2 import TemplateError, TemplateSyntaxError
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        from jinja2 import TemplateError, TemplateSyntaxError
-
-        if isinstance(error, TemplateSyntaxError):
-            raise UserError(
-                f"the chat template is not valid jinja: {error.message} (its line {error.lineno})",
-                where="data.chat_template",
-                remedy="correct the template",
-            ) from error
-        # Templates are programs: a missing key fails in any of these ways.
-        if isinstance(error, TemplateError | TypeError | ValueError | LookupError | AttributeError):
-            raise SampleRejected("the chat template refuses it", str(error).split("\n", 1)[0]) from error
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"the chat template is not valid jinja: {error.message} (its line {error.lineno})",
+            where="data.chat_template",
+            remedy="correct the template",
+        ) from error
+    # Templates are programs: a missing key fails in any of these ways.
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise SampleRejected("the chat template refuses it", str(error).split("\n", 1)[0]) from error
 
 
 def _special_tokens(tokenizer: Any) -> tuple[str, ...]:

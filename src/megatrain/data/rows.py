@@ -87,15 +87,13 @@ class RowGroup:
     @cached_property
     def stats(self) -> RowStats:
         """Counts of all rows, each taken once."""
-        segments, trained = self.segments, self.store.trained
+        segments, store = self.segments, self.store
         tokens = int(segments.lengths.sum())
         targets = tokens - len(segments.lengths)
-        if trained is not None:
-            whole = segments.lengths == self.store.lengths[segments.samples]
-            targets = int(self.store.targets[segments.samples[whole]].sum())
-            begins = self.store.starts[segments.samples[~whole]] + segments.offsets[~whole]
-            for begin, length in zip(begins.tolist(), segments.lengths[~whole].tolist(), strict=True):
-                targets += int(trained[begin + 1 : begin + length].sum())
+        if store.trained is not None:
+            whole = segments.lengths == store.lengths[segments.samples]
+            targets = int(store.targets[segments.samples[whole]].sum())
+            targets += sum(int(store.run(*self._run(cut))[1].sum()) for cut in np.flatnonzero(~whole).tolist())
         return RowStats(
             rows=len(self),
             samples=len(np.unique(segments.samples)),
@@ -104,6 +102,11 @@ class RowGroup:
             targets=targets,
             longest=int(segments.lengths.max(initial=0)),
         )
+
+    def _run(self, segment: int) -> tuple[int, int, int]:
+        """Sample, offset and length of a segment."""
+        segments = self.segments
+        return int(segments.samples[segment]), int(segments.offsets[segment]), int(segments.lengths[segment])
 
     def document_lengths(self, row: int) -> np.ndarray:
         """(D,) int64: tokens of each document of a row; padding is not a document."""
@@ -118,17 +121,12 @@ class RowGroup:
         """Write a row into (T,) arrays filled with padding. See [Note: what a packed row holds]."""
         at, document = 0, 0
         for segment in range(self.segments.rows[row], self.segments.rows[row + 1]):
-            length = int(self.segments.lengths[segment])
-            begin = int(self.store.starts[self.segments.samples[segment]] + self.segments.offsets[segment])
-            ids = self.store.tokens[begin : begin + length].astype(np.int64)
-            labels = ids
-            if self.store.trained is not None:
-                labels = np.where(self.store.trained[begin : begin + length] == 1, ids, NO_TARGET)
-            here = slice(at, at + length)
-            out["input_ids"][here], out["labels"][here] = ids, labels
-            out["labels"][at] = NO_TARGET
-            out["position_ids"][here], out["document_ids"][here] = np.arange(length), document
-            at, document = at + length, document + 1
+            ids, trained = self.store.run(*self._run(segment))
+            here = slice(at, at + len(ids))
+            out["input_ids"][here] = ids
+            out["labels"][here] = np.where(trained, ids.astype(np.int64), NO_TARGET)
+            out["position_ids"][here], out["document_ids"][here] = np.arange(len(ids)), document
+            at, document = at + len(ids), document + 1
         rest = len(out["input_ids"]) - at
         out["position_ids"][at:], out["document_ids"][at:] = np.arange(rest), document
 

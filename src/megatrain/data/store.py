@@ -162,6 +162,13 @@ class TokenStore:
     def hashes(self) -> np.ndarray:
         return self._map("hashes")
 
+    def run(self, sample: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """A run of a sample's tokens, from `offset`: ids (uint32), and which are targets (bool); its first token never is."""
+        begin = int(self.starts[sample]) + offset
+        trained = np.ones(length, bool) if self.trained is None else self.trained[begin : begin + length] == 1
+        trained[:1] = False
+        return self.tokens[begin : begin + length], trained
+
     def place(self, sample: int) -> str:
         """Where a sample came from: `file:line` or `file row N`."""
         file = self.meta["files"][int(self._map("files")[sample])]
