@@ -1,4 +1,4 @@
-"""What README and examples promise: every command runs, every config loads, every path is there."""
+"""What README, docs/commands.md, docs/python.md and examples promise: every command runs, every config loads, every path exists."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from tiny_run import write_chats, write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = "\n".join(
+    [README, *((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("commands.md", "python.md"))]
+)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 MODEL = "models/SmolLM2-135M-Instruct"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES, flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[str]:
@@ -60,12 +64,12 @@ def words_of(line: str, place: Path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_every_command_of_the_readme_is_run_by_a_test_here() -> None:
+def test_every_command_of_the_pages_is_run_by_a_test_here() -> None:
     assert len(commands("megatrain")) >= 7
     assert command_not_covered() == []
 
 
-def test_the_commands_of_the_readme_run_in_their_order(
+def test_the_commands_of_the_pages_run_in_their_order(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -80,16 +84,16 @@ def test_the_commands_of_the_readme_run_in_their_order(
     named = re.findall(r"^  (\S+)(?:  (\S+\.png))?  ", layout, flags=re.MULTILINE)
     for name in filter(None, sum(named, ())):
         there = name.replace("step_000100/", (run / "checkpoints" / "latest").read_text().strip())
-        assert (run / there).exists(), f"README shows {name} in a run's folder"
+        assert (run / there).exists(), f"docs/commands.md shows {name} in a run's folder"
     assert (place / "runs" / "other" / "checkpoints" / "latest").is_file()
     assert not (place / "runs" / "next").exists(), "`check` makes no run folder"
 
 
-def test_the_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_the_pages_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     names: dict[str, object] = {}
     for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block, "docs/python.md", "exec"), names)
     loaded = names["model"]
     assert isinstance(loaded, torch.nn.Module)
     start = AutoModelForCausalLM.from_pretrained(place / MODEL)
@@ -97,14 +101,14 @@ def test_the_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPa
     assert any(moved)
 
 
-@pytest.mark.parametrize("line", [*commands("make"), "make test", "make venv", "make lint", "make test-gpu"])
-def test_make_has_the_targets_that_the_readme_names(line: str) -> None:
-    done = subprocess.run([*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z-]+)", README + CONTRIBUTING))))
+def test_make_has_the_targets_that_the_pages_name(target: str) -> None:
+    done = subprocess.run(["make", target, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_pip_lines_name_files_that_are_there() -> None:
-    lines = commands("pip")
+    lines = re.findall(r"`pip install ([^`]+)`", README)
     assert lines
     for line in lines:
         words = line.split()
@@ -126,9 +130,11 @@ def test_links_and_the_tree_of_the_readme_are_there() -> None:
         anchors = [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
         missing += [] if anchor in anchors else [f"{file}#{anchor}"]
     tree = next(text for name, text in BLOCKS if name == "" and text.startswith("src/megatrain/"))
+    above = {0: ROOT}  # indentation -> the folder that the names at it are in
     for line in tree.splitlines():
-        name = line.split()[0]
-        path = ROOT / "src" / "megatrain" / name if line.startswith("  ") else ROOT / name
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        path = above[indent] / name
+        above[indent + 2] = path
         missing += [str(path)] if not path.exists() else []
     assert missing == []
 
