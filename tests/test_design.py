@@ -1,4 +1,4 @@
-"""docs/design.md shows code and names that exist."""
+"""docs/design.md and docs/extending.md show code and names that exist."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "megatrain"
 TEXT = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 EXCERPTS = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n# (tests/\S+)\n(.*?)^```$", EXTENDING, flags=re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 
 
 def test_there_are_excerpts_and_each_names_its_file() -> None:
     assert len(EXCERPTS) >= 6
     assert TEXT.count("```python") == len(EXCERPTS)
+    assert len(EXAMPLES) >= 4
 
 
-@pytest.mark.parametrize(("file", "code"), EXCERPTS, ids=[f"{file} {n}" for n, (file, _) in enumerate(EXCERPTS)])
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [(f"src/megatrain/{file}", code) for file, code in EXCERPTS] + EXAMPLES,
+    ids=[f"{file} {n}" for n, (file, _) in enumerate(EXCERPTS + EXAMPLES)],
+)
 def test_every_line_of_an_excerpt_is_in_its_file_in_that_order(file: str, code: str) -> None:
     """Lines that follow each other in the excerpt do so in the file, unless `...` stands between them."""
-    lines = (SOURCE / file).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     parts = [part.strip("\n").splitlines() for part in re.split(r"^\s*\.\.\.\n", code, flags=re.MULTILINE)]
     at = 0
     for part in parts:
