@@ -1,4 +1,4 @@
-"""What README, docs/commands.md, docs/python.md and examples promise: every command runs, every config loads, every path exists."""
+"""What README, docs and examples promise: every command runs, every config loads, every path exists."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from unlikelihood import Unlikelihood
 
 from families import BY_NAME, batch, build
 from megatrain.engine.host.engine import HostEngine
@@ -18,6 +17,7 @@ from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
 from megatrain.optim.adamw import AdamW
 from reference import gradient_error
+from unlikelihood import Unlikelihood
 
 LLAMA = BY_NAME["llama"]
 CUTS = {

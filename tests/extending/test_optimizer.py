@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from momentum_sgd import MomentumSGD
 
 import mesh_ranks as ranks
 from families import BY_NAME, batch, build
@@ -22,6 +21,7 @@ from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import OptimizerSpec, ParamGroup
+from momentum_sgd import MomentumSGD
 from reference import reference_loss_and_grads
 
 LLAMA = BY_NAME["llama"]
