@@ -36,7 +36,7 @@ def generate(
         trust_remote_code: Whether the model's code may run.
 
     Raises:
-        UserError: There is no such model or no tokenizer, a prompt has no token, or memory is too small.
+        UserError: The model or its tokenizer is missing, a prompt has no token, or memory is too small.
     """
     import torch
     from transformers import set_seed

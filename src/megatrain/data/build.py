@@ -39,7 +39,7 @@ BATCH_CHARS = 1 << 20
 PEEKED_RECORDS = 100
 """Records of each file that are read to determine its format."""
 PROGRESS_S = 0.5
-"""Seconds between two progress messages; whoever prints them may print fewer."""
+"""Seconds between progress messages; the log may show fewer."""
 
 Log = Callable[[str], None]
 
@@ -115,7 +115,7 @@ class Builder:
                 if (store := TokenStore.open(folder)) is not None:
                     return store  # another run built it while this one waited
                 if alone:
-                    # A killed run of this machine left it; under the lock nobody here is building it now.
+                    # left by a killed run of this machine: nobody else here can be building it, because we hold the lock
                     for leftover in folder.parent.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                         shutil.rmtree(leftover, ignore_errors=True)
                 owner = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
@@ -198,7 +198,7 @@ class _SourceBuild:
             reading = self._reading(file, [record.value for record in first if isinstance(record.value, dict)])
             if len(self._files) == 1:
                 opened.append(_OpenFile(number, file, reading, itertools.chain(first, records)))
-            else:  # keeping many open would hold their handles and, for .json, their whole content
+            else:  # many open files would use up handles and, for .json, memory for their whole content
                 records.close()
                 self._progress[number] = FileProgress(file)
                 opened.append(_OpenFile(number, file, reading, None))

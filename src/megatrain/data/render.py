@@ -154,28 +154,28 @@ class ChatRenderer:
         return self._ended(sample, turn, text, spans)
 
     def _ended(self, sample: ChatSample, turn: int, text: str, spans: list[tuple[int, int]]) -> Rendered:
-        """[Note: the end of a turn]"""
+        """The text with its last span extended to the end-of-turn token. See [Note: the end of a turn]."""
         *inner, (begin, end) = spans
         words = text[begin:end].rstrip()
         if words.endswith(self._special):
             return Rendered(text, (*inner, (begin, begin + len(words))))
         # A generation block may end before the token.
-        behind = text[end:].lstrip()
-        if token := self._special_at(behind):
-            return Rendered(text, (*inner, (begin, len(text) - len(behind) + len(token))))
+        after = text[end:].lstrip()
+        if token := self._special_at(after):
+            return Rendered(text, (*inner, (begin, len(text) - len(after) + len(token))))
         answer = {k: v for k, v in sample.messages[turn].items() if k not in ("reasoning_content", "thinking")}
         following = sample.messages[turn + 1 : turn + 2] or [{"role": "user", "content": "x"}]
         upto = self._text([*sample.messages[:turn], answer], sample)
         more = self._text([*sample.messages[:turn], answer, *following], sample)
-        behind = more.removeprefix(upto) if more.startswith(upto) else ""
-        token = self._special_at(behind.lstrip())
+        after = more.removeprefix(upto) if more.startswith(upto) else ""
+        token = self._special_at(after.lstrip())
         if not token:
             raise UserError(
                 f"{self.name} writes no special token after an answer: the model would not learn to stop",
                 remedy="add {{ eos_token }} there in a template file (data.chat_template)",
             )
         self._remarks[f"ends an answer only with the {token} of the next turn; generation must stop at that token"] += 1
-        text += behind[: behind.index(token) + len(token)]
+        text += after[: after.index(token) + len(token)]
         return Rendered(text, (*inner, (begin, len(text))))
 
     def _special_at(self, text: str) -> str:

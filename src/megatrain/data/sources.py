@@ -156,8 +156,8 @@ def cut_point(text: str, begin: int, limit: int) -> int:
     """Where to end the piece of a long text that begins at `begin`, at most `limit` characters later.
 
     Cuts before a single space followed by a letter, else before a newline between two letters or digits. Common
-    tokenizers start a new word there, so the pieces together give the tokens of the whole text. A text without such a
-    place is cut at the limit.
+    tokenizers start a new word there, so the pieces together give the tokens of the whole text. Otherwise it
+    cuts at the limit.
 
     Returns:
         An index in `(begin, begin + limit]`; `begin + limit` must lie inside the text.
