@@ -1,4 +1,4 @@
-"""Arenas take exactly the memory asked for, and pins come and go in chunks that no copy crosses."""
+"""Arenas map exactly the requested memory, and are pinned in chunks that no copy crosses."""
 
 import gc
 import itertools
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class FakePinner:
-    """Pins up to a limit, and keeps book like the driver: a range is pinned once, and unpinned by its own address."""
+    """Pins up to a limit and checks like the driver: a range is pinned once and unpinned by its own address."""
 
     def __init__(self, limit_bytes: int = 1 << 62):
         self.limit_bytes, self.pinned = limit_bytes, {}
@@ -115,7 +115,7 @@ def test_cuts_off_the_page_grid_or_outside_are_refused() -> None:
             plan_chunks(2 * PAGE_BYTES, [cut], MIB)
 
 
-def test_register_pins_exactly_the_arena_and_close_takes_the_pins_off() -> None:
+def test_register_pins_exactly_the_arena_and_close_unpins_it() -> None:
     pinner = FakePinner()
     arena = Arena(10 * MIB + 1)
     cuts = [i * MIB for i in range(11)]
@@ -141,7 +141,7 @@ def test_a_pin_limit_is_reported_with_what_was_pinned_and_leaves_usable_unpinned
         assert torch.equal(plane, torch.full_like(plane, 3))
 
 
-def test_an_arena_dropped_without_close_takes_its_pins_off() -> None:
+def test_an_arena_dropped_without_close_is_unpinned() -> None:
     pinner = FakePinner()
     arena = Arena(MIB)
     arena.register([], pinner=pinner)
@@ -151,7 +151,7 @@ def test_an_arena_dropped_without_close_takes_its_pins_off() -> None:
     assert not pinner.pinned
 
 
-def test_an_unpin_failure_is_a_warning_and_the_other_pins_still_come_off(caplog) -> None:
+def test_an_unpin_failure_is_a_warning_and_the_other_chunks_are_still_unpinned(caplog) -> None:
     pinner = FakePinner()
     with Arena(2 * MIB) as arena:
         arena.register([MIB], pinner=pinner, chunk_bytes=MIB)

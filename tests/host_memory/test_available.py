@@ -1,4 +1,4 @@
-"""Host memory is what the system has and what every control group above the process leaves."""
+"""Available host memory: the system's, limited by every control group above the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.host_memory.available import available_host_bytes
 VERSION_2 = ("", "memory.max", "memory.current")
 VERSION_1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
 UNLIMITED = 9223372036854771712
-"""What version 1 says where there is no limit."""
+"""Version 1's value for no limit."""
 
 
 class Tree:
@@ -46,7 +46,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> int:
     return available
 
 
-def test_without_control_groups_it_is_what_the_system_says(tmp_path: Path, system: int) -> None:
+def test_without_control_groups_the_system_decides(tmp_path: Path, system: int) -> None:
     assert available_host_bytes(cgroup_root=tmp_path, membership=tmp_path / "none") == system
 
 
@@ -74,7 +74,7 @@ def test_the_group_that_leaves_least_decides_not_the_one_with_the_lowest_limit(t
     assert tree.available() == 100_000
 
 
-def test_page_cache_that_can_go_counts_as_free(tmp_path: Path) -> None:
+def test_reclaimable_page_cache_counts_as_free(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "0::/job\n")
     tree.group("job", 2_000_000, 1_500_000, "active_file 7\ninactive_file 100000\n")
     assert tree.available() == 600_000
@@ -99,7 +99,7 @@ def test_a_group_above_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docker/0123abcd", "/../../system.slice/job"])
-def test_inside_a_container_the_mounted_root_is_the_own_group(tmp_path: Path, path: str) -> None:
+def test_inside_a_container_the_mounted_root_is_the_process_group(tmp_path: Path, path: str) -> None:
     tree = Tree(tmp_path, f"0::{path}\n")
     tree.group("", 3_000_000, 1_000_000)
     assert tree.available() == 2_000_000

@@ -1,4 +1,4 @@
-"""Hyper-parameters are checked when they are given, and reach the parameters that they are meant for."""
+"""Hyper-parameters are checked at construction and apply to the parameters that they are meant for."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_the_first_group_that_matches_the_full_name_holds() -> None:
     )
 
 
-def test_a_group_without_parameters_is_found() -> None:
+def test_groups_without_parameters_are_reported() -> None:
     misspelt, hidden = ParamGroup("q_porj"), ParamGroup("q_proj.weight")
     optim = AdamW(groups=(ParamGroup("q_proj"), misspelt, hidden, ParamGroup("router")))
     assert unmatched_groups([name for name, *_ in LAYER], optim) == [misspelt, hidden]
@@ -73,7 +73,7 @@ def test_bad_hyper_parameters_are_all_named_at_once() -> None:
         {"learning_rate": True},
         {"betas": (0.9, 0.99, 0.999)},
         {"betas": (-0.1, 0.99)},
-        {"eps": 1e-40},  # nothing in fp32
+        {"eps": 1e-40},  # zero in fp32
         {"weight_decay": -0.1},
         {"max_grad_norm": -1.0},
     ],
@@ -95,7 +95,7 @@ def test_zero_rate_no_decay_and_no_clipping_are_allowed() -> None:
     AdamW(learning_rate=0, betas=(0.0, 0.0), weight_decay=0, max_grad_norm=None)
 
 
-def test_coefficients_are_taken_in_float64_and_rounded_once() -> None:
+def test_coefficients_are_computed_in_float64_and_rounded_once() -> None:
     optim = AdamW(learning_rate=3e-5, betas=(0.9, 0.95), weight_decay=0.1)
     scalars = optim.coefficients(step=3, gradient_scale=0.25).scalars(Segment(0, 1, 0.1, 0.5))
     assert {type(scalar) for scalar in scalars} == {np.float32}

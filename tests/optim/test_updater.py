@@ -1,4 +1,4 @@
-"""Background updates: the right bits, the right order, overlap, and no error that is lost or hangs."""
+"""Background updates: correct bits, order and overlap, and no error is lost or hangs."""
 
 import gc
 import random
@@ -48,7 +48,7 @@ def make_grad(seed: int, numel: int = N) -> Tensor:
 
 
 class Updater(CpuUpdater):
-    """Remembers its futures."""
+    """Keeps its futures."""
 
     def __init__(self, threads: int):
         super().__init__(threads)
@@ -71,7 +71,7 @@ def updater():
 
 
 class Gate:
-    """A call that says that it has begun, and ends when it is let."""
+    """A call that reports its start and blocks until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.let = threading.Event(), threading.Event()
@@ -199,7 +199,7 @@ def test_earlier_units_come_first() -> None:
     assert order == [f"layer.{i}[{start}]" for i in range(3) for start, _ in PIECES]
 
 
-def test_waiting_for_one_gradient_keeps_no_thread_from_work_that_is_ready() -> None:
+def test_a_wait_for_one_gradient_blocks_no_thread_from_ready_work() -> None:
     with Updater(threads=1) as updater:
         arrival = Gate()
         late = updater.submit("layer.0", PIECES, lambda start, end: None, after=arrival)
@@ -304,7 +304,7 @@ def test_later_work_of_a_failed_unit_fails_too_and_other_units_go_on(updater: Up
     assert touched.calls == 0
 
 
-def test_a_broken_piece_stops_the_other_pieces_and_is_told_when_none_runs_any_more() -> None:
+def test_a_broken_piece_stops_the_others_and_is_reported_when_no_thread_runs_any_more() -> None:
     slow, begun = Gate(), []
 
     def piece(start: int, end: int) -> None:
@@ -326,7 +326,7 @@ def test_a_broken_piece_stops_the_other_pieces_and_is_told_when_none_runs_any_mo
     assert sorted(begun) == [0, 1]
 
 
-def test_a_gradient_that_fails_to_arrive_spares_the_work_before_it(updater: Updater) -> None:
+def test_a_gradient_that_fails_to_arrive_does_not_affect_earlier_work(updater: Updater) -> None:
     gate, untouched = Gate(), Gate()
     first = updater.submit("layer.0", [(0, 1)], gate, finish=lambda: "whole")
     second = updater.submit("layer.0", PIECES, untouched, after=fail)
@@ -371,7 +371,7 @@ def test_idle_threads_hold_no_planes(updater: Updater, failing: bool) -> None:
     error = future.exception(SOON_S)
     assert (error is not None) == failing
     del plane, touch, future, error
-    deadline_s = time.monotonic() + SOON_S  # the worker lets go of the job right after it has decided the future
+    deadline_s = time.monotonic() + SOON_S  # the worker drops the job right after it has set the future
     while gone() is not None and time.monotonic() < deadline_s:
         gc.collect()
         time.sleep(0.001)
@@ -379,7 +379,7 @@ def test_idle_threads_hold_no_planes(updater: Updater, failing: bool) -> None:
 
 
 @pytest.mark.parametrize(("split", "gradient"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_what_was_compiled_ahead_is_what_an_update_runs(
+def test_an_update_runs_the_kernel_that_was_compiled_ahead(
     updater: Updater, split: bool, gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "adamw_split" if split else "adamw_whole"

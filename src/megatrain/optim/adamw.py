@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim.spec import OptimizerSpec, Planes, Segment, StateSpec, StepCoefficients, below, is_number
+from megatrain.host_memory.store import UnitPlanes
+from megatrain.optim.spec import OptimizerSpec, Segment, StateSpec, StepCoefficients, below, is_number
 
 # An eps below this would be lost in the fp32 sum `sqrt(v) + eps`.
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -109,7 +110,7 @@ class AdamW(OptimizerSpec):
         denom.div_(torch.full((), bias_correction2_sqrt, device=v.device)).add_(eps)
         master.sub_((m * step_size).div_(denom))
 
-    def host_kernel(self, planes: Planes, grad: Tensor) -> Callable[[int, int, Any], object]:
+    def host_kernel(self, planes: UnitPlanes, grad: Tensor) -> Callable[[int, int, Any], object]:
         from megatrain.optim import kernels  # imports numba, which a reader of hyper-parameters does not need
 
         m, v = planes.states["m"], planes.states["v"]
@@ -118,7 +119,7 @@ class AdamW(OptimizerSpec):
         return functools.partial(kernels.adamw_split, *map(kernels.bits_view, (planes.hi, planes.lo, m, v, grad)))
 
     def update_on_device(
-        self, planes: Planes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
+        self, planes: UnitPlanes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
         from megatrain.optim import kernels
 

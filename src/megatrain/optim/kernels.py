@@ -31,7 +31,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from megatrain.optim.spec import Planes
+from megatrain.host_memory.store import UnitPlanes
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -156,7 +156,7 @@ def runs_on_gpu(plane: torch.Tensor) -> bool:
     return triton is not None and plane.device.type == "cuda"
 
 
-def adamw_on_gpu(planes: Planes, grad: torch.Tensor, start: int, end: int, scalars: Sequence[float]) -> None:
+def adamw_on_gpu(planes: UnitPlanes, grad: torch.Tensor, start: int, end: int, scalars: Sequence[float]) -> None:
     """One AdamW step on the elements [start, end) of a unit, in place. Asynchronous, ordered by the current stream.
 
     Args:

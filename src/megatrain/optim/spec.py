@@ -19,13 +19,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import UserError
 from megatrain.host_memory.planes import join, split_
+from megatrain.host_memory.store import UnitPlanes
 
 MASTER_BYTES = 4
 """A parameter's master: hi (bf16) and lo (int16), or fp32."""
@@ -91,14 +92,6 @@ class Segment(NamedTuple):
     end: int
     weight_decay: float
     lr_scale: float
-
-
-class Planes(Protocol):
-    """The planes (N,) of a unit: `hi` bf16 and `lo` int16, or `hi` the fp32 master and no `lo`; states by name."""
-
-    hi: Tensor
-    lo: Tensor | None
-    states: dict[str, Tensor]
 
 
 class Scalars(NamedTuple):
@@ -203,7 +196,7 @@ class OptimizerSpec(ABC):
         return StepCoefficients(step, self._rate(learning_rate), gradient_scale)
 
     def update_unit_(
-        self, planes: Planes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
+        self, planes: UnitPlanes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
         """One step on a unit, in place, with `update_`. Asynchronous on a GPU, ordered by the current stream.
 
@@ -217,7 +210,7 @@ class OptimizerSpec(ABC):
             self.update_range_(planes, grad, segment.start, segment.end, coefficients.scalars(segment))
 
     @torch.no_grad()
-    def update_range_(self, planes: Planes, grad: Tensor, start: int, end: int, scalars: Any) -> None:
+    def update_range_(self, planes: UnitPlanes, grad: Tensor, start: int, end: int, scalars: Any) -> None:
         """One step on the elements [start, end) of one segment, with `update_`."""
         for first in range(start, end, BLOCK_NUMEL):
             block = slice(first, min(first + BLOCK_NUMEL, end))
@@ -228,7 +221,7 @@ class OptimizerSpec(ABC):
             if lo is not None:
                 split_(master, hi, lo)
 
-    def host_kernel(self, planes: Planes, grad: Tensor) -> Callable[[int, int, Any], object]:
+    def host_kernel(self, planes: UnitPlanes, grad: Tensor) -> Callable[[int, int, Any], object]:
         """A function of (start, end, scalars) that does one step on these elements of a unit in host memory.
 
         Several threads call it at once on different elements; it should release the GIL. By default `update_range_`.
@@ -236,7 +229,7 @@ class OptimizerSpec(ABC):
         return functools.partial(self.update_range_, planes, grad)
 
     def update_on_device(
-        self, planes: Planes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
+        self, planes: UnitPlanes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
         """`update_unit_` for a resident unit, asynchronous on the current stream. By default `update_unit_` itself."""
         self.update_unit_(planes, grad, segments, coefficients)

@@ -32,7 +32,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.store import UnitPlanes
 from megatrain.metrics.spans import Row, Span
 from megatrain.optim import kernels
-from megatrain.optim.spec import OptimizerSpec, Planes, Segment, StepCoefficients
+from megatrain.optim.spec import OptimizerSpec, Segment, StepCoefficients
 
 # Pieces start at multiples of this: whole pages of every plane, so that two threads never write to one cache line.
 PIECE_ALIGN = 4096
@@ -139,7 +138,7 @@ class CpuUpdater:
         self,
         unit: str,
         optim: OptimizerSpec,
-        planes: Planes,
+        planes: UnitPlanes,
         grad: Tensor,
         segments: Sequence[Segment],
         coefficients: StepCoefficients,
@@ -281,9 +280,7 @@ class CpuUpdater:
     def __enter__(self) -> CpuUpdater:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _enqueue(self, job: _Job) -> None:
@@ -405,7 +402,7 @@ def cut_pieces(numel: int, threads: int) -> list[tuple[int, int]]:
     return [(start, min(start + length, numel)) for start in range(0, numel, length)]
 
 
-def _check_planes(unit: str, optim: OptimizerSpec, planes: Planes, grad: Tensor) -> None:
+def _check_planes(unit: str, optim: OptimizerSpec, planes: UnitPlanes, grad: Tensor) -> None:
     lo = [] if planes.lo is None else [planes.lo]
     sizes = {plane.numel() for plane in (planes.hi, *lo, *planes.states.values(), grad)}
     assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"

@@ -25,6 +25,7 @@ from torch import nn
 
 from megatrain.engine.mesh.data_parallel import Box, Devices, local, local_parameters
 from megatrain.engine.mesh.stage import Stage
+from megatrain.errors import UserError
 from megatrain.optim.spec import OptimizerSpec, hyper_parameters
 
 SMALL_ELEMENTS = 1 << 18
@@ -46,6 +47,13 @@ class Gradients:
     ):  # fmt: skip
         self._devices, self._optim = devices, optim
         self.states = optim.states
+        for state in self.states:
+            if not state.torch_key or state.dtype != torch.float32:
+                raise UserError(
+                    f"the mesh engine cannot keep the state {state.name!r} of {optim.name}",
+                    "optim",
+                    "give it a torch_key and the type fp32, or use HostEngine",
+                )
         self._parameters = [local_parameters(stage) for stage in stages]
         self._boxes = list(boxes)
         self._tied = dict(tied)
