@@ -134,7 +134,7 @@ def test_chunks_equal_the_whole(name: str, tokens: int) -> None:
     state = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
     want = gradients(module, state, x, list(state))
     chunks = TokenChunks(module, eager(module), tokens)
-    for got, wanted in zip(gradients(chunks.twin(), state, x, list(state)), want, strict=True):
+    for got, wanted in zip(gradients(chunks.chunked_module(), state, x, list(state)), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 
@@ -143,7 +143,7 @@ def test_a_family_may_modify_the_output_in_place() -> None:
     model = build(BY_NAME["llama"], seed=0)
     module = dissect(model).layer_stack()[1].get_submodule("mlp")
     x = torch.randn(1, 13, model.config.hidden_size).requires_grad_()
-    out = TokenChunks(module, eager(module), 5).twin()(x)
+    out = TokenChunks(module, eager(module), 5).chunked_module()(x)
     out += x
     (got,) = torch.autograd.grad(out.sum(), [x])
     (want,) = torch.autograd.grad((module(x) + x).sum(), [x])
@@ -154,7 +154,7 @@ def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_gets_zeros() -> N
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
     state = {n: p.detach().clone().requires_grad_(n != "0.weight") for n, p in module.named_parameters()}
-    twin = TokenChunks(module, eager(module), 2).twin()
+    twin = TokenChunks(module, eager(module), 2).chunked_module()
     out, _, bias, unused = gradients(twin, state, torch.randn(1, 5, 4), ["1.bias", "unused"])
     torch.testing.assert_close(bias, torch.cos(out).sum((0, 1)))
     assert torch.equal(unused, torch.zeros(3))
@@ -165,7 +165,7 @@ def test_weight_gradients_are_summed_in_fp32_and_rounded_once() -> None:
     module = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     state = {"weight": torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)}
     x = torch.ones(1, 1024, 1, dtype=torch.bfloat16)
-    out = functional_call(TokenChunks(module, eager(module), 1).twin(), state, (x,))
+    out = functional_call(TokenChunks(module, eager(module), 1).chunked_module(), state, (x,))
     (found,) = torch.autograd.grad(out, [state["weight"]], torch.ones_like(out))
     assert found.item() == 1024
 
@@ -177,13 +177,13 @@ def test_an_output_of_another_dtype_is_an_error() -> None:
 
     module = Upcast(2, 2)
     with pytest.raises(AssertionError, match=r"torch\.float64 output for torch\.float32 input"):
-        TokenChunks(module, eager(module), 1).twin()(torch.randn(1, 3, 2))
+        TokenChunks(module, eager(module), 1).chunked_module()(torch.randn(1, 3, 2))
 
 
 def test_the_module_itself_is_not_changed() -> None:
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = dict(vars(module))
-    twin = TokenChunks(module, eager(module), 1).twin()
+    twin = TokenChunks(module, eager(module), 1).chunked_module()
     twin._parameters["added"] = None
     assert vars(module) == before and "added" not in module._parameters
     assert [n for n, _ in twin.named_parameters()] == [n for n, _ in module.named_parameters()]

@@ -91,7 +91,7 @@ def test_a_compiled_layer_does_not_recompute_an_mlp_in_chunks_without_need(aot_e
 
     chunks = TokenChunks(block.mlp, compute, 16)
     twin = Block()
-    twin.__dict__.update({**vars(block), "_modules": {**block._modules, "mlp": chunks.twin()}})
+    twin.__dict__.update({**vars(block), "_modules": {**block._modules, "mlp": chunks.chunked_module()}})
     state = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
     x = torch.randn(1, TOKENS, WIDTH).requires_grad_()
     code = LayerCode(block, "block", compiled=True)

@@ -44,16 +44,16 @@ class Timestamp:
     """A point in the compute stream: a timed event on a GPU, the clock on a CPU."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
-        self._event = torch.cuda.Event(enable_timing=True) if stream is not None else None
-        self._clock = time.perf_counter()
-        if self._event is not None:
+        self._event, self._clock_s = None, time.perf_counter()
+        if stream is not None:
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(stream)
 
     def seconds_until(self, later: Timestamp) -> float:
         """Elapsed seconds. The device must have passed both points."""
         if self._event is not None and later._event is not None:
             return self._event.elapsed_time(later._event) / 1e3
-        return later._clock - self._clock
+        return later._clock_s - self._clock_s
 
 
 _UNTRACED = contextlib.nullcontext()

@@ -2,10 +2,10 @@
 
 [Note: chunks of tokens]
 An MLP expands each token several times: at 262,144 tokens one such tensor takes 9 GiB. If an MLP is token-wise (each token is
-computed independently), it can run in chunks: `TokenChunks.twin` runs HF's own module on a few thousand tokens at a time and
-saves only its input. Its backward recomputes each chunk and sums the weight gradients over the chunks in fp32, rounding once at
-the end. Forward and backward are custom operators, so a compiled layer stays one graph with one operation of known shape; the
-code inside the operators is compiled separately (`LayerCode`).
+computed independently), it can run in chunks: `TokenChunks.chunked_module` runs HF's own module on a few thousand tokens at a
+time and saves only its input. Its backward recomputes each chunk and sums the weight gradients over the chunks in fp32, rounding
+once at the end. Forward and backward are custom operators, so a compiled layer stays one graph with one operation of known
+shape; the code inside the operators is compiled separately (`LayerCode`).
 
 [Note: which modules are token-wise]
 Whether a module is token-wise depends on its code; no name tells. So the module in a tiny copy of the model runs on some tokens
@@ -53,7 +53,7 @@ class TokenChunks:
         self.key = next(_KEYS)
         _KNOWN[self.key] = self
 
-    def twin(self) -> nn.Module:
+    def chunked_module(self) -> nn.Module:
         """Return a copy of the module, with the same parameters under the same names, that computes in chunks."""
         twin = shallow_copy(self.module)
         twin.forward = functools.partial(_forward, twin, self)  # type: ignore[method-assign]

@@ -214,7 +214,7 @@ class Shell:
                     code = self._chunk_codes.setdefault((group, path), LayerCode(module, name, compiled=True))
                 chunks = TokenChunks(module, functools.partial(_compute_chunk, code), tokens)
                 self._chunks.append(chunks)
-                root = with_submodule(root, path, chunks.twin())
+                root = with_submodule(root, path, chunks.chunked_module())
             return root
 
         of_base, of_layers = self._paths_in_chunks

@@ -154,10 +154,8 @@ class LayerCode:
             with functorch_config.patch(activation_memory_budget=self._budget):
                 return run(dict(bound), args, kwargs)
         except _compiler_errors() as error:
-            kind = type(self.module).__name__
-            logger.warning(
-                "%s cannot be compiled (%s): asked for compile: auto, using eager", kind, type(error).__name__
-            )
+            kind, problem = type(self.module).__name__, type(error).__name__
+            logger.warning("%s cannot be compiled (%s); compile: auto runs it eager", kind, problem)
             logger.debug("compiler error", exc_info=error)
             self._compiled = None
             return functional_call(module, dict(bound), args, kwargs)

@@ -72,7 +72,13 @@ def load_weights(
         # The mapped files stay open until the unit is in the planes: the tensors are views of the mappings.
         with ExitStack() as stack:
             found = _to_model(conversion, _map_tensors(stack, keys, files), folder)
-            _write_unit(unit, resolve_ties(structure, found, str(folder)), store, missing)
+            resolved = resolve_ties(structure, found, str(folder))
+            missing += [full for _, full in unit.full_names() if full not in resolved]
+            for local, full in unit.full_names():
+                if full in resolved:
+                    if not bool(torch.isfinite(resolved[full]).all()):
+                        raise UserError("holds NaN or infinity", f"tensor {full}", "get an intact copy of the model")
+                    store.units[unit.name].write_master(local, resolved[full])
             for name in found.keys() & buffers.keys():
                 buffers[name].copy_(found[name])
                 filled.add(name)
@@ -201,16 +207,6 @@ def resolve_ties(structure: Structure, found: Mapping[str, torch.Tensor], where:
                 "set tie_word_embeddings to false in config.json, or remove one of them",
             )
     return resolved
-
-
-def _write_unit(unit: Unit, found: Mapping[str, torch.Tensor], store: HostStore, missing: list[str]) -> None:
-    for local, full in unit.full_names():
-        if full in found:
-            if not bool(torch.isfinite(found[full]).all()):
-                raise UserError("holds NaN or infinity", f"tensor {full}", "get an intact copy of the model")
-            store.units[unit.name].write_master(local, found[full])
-        else:
-            missing.append(full)
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
