@@ -1,10 +1,10 @@
-"""What a checkpoint costs a run, and how fast a run is back: a Qwen3 shape on one GPU, everything as the plan puts it.
+"""Cost of background saves, and time to resume: a Qwen3 shape on one GPU, placed by the plan.
 
-Use: python benchmarks/checkpoints.py run SHAPE ROWS TOKENS FOLDER MACHINE_FILE   steps, two saves in the background, their cost
-     python benchmarks/checkpoints.py resume SHAPE ROWS TOKENS FOLDER MACHINE_FILE eager|lazy   from nothing to the first step
-`run` saves twice: as on request, and as `megatrain train` saves every N steps, with the memory for copies made ready before.
-It leaves the second checkpoint in FOLDER for `resume`. The disk's own rate is that of one file of 8 GiB, written in pieces of
-64 MiB and synced, before the save.
+Use: python benchmarks/checkpoints.py run SHAPE ROWS TOKENS FOLDER MACHINE_FILE   steps during two background saves
+     python benchmarks/checkpoints.py resume SHAPE ROWS TOKENS FOLDER MACHINE_FILE eager|lazy   until the first step
+`run` saves twice: on request, and as `megatrain train` saves every N steps, with the memory for copies prepared in advance.
+It leaves the second checkpoint in FOLDER for `resume`. The disk's rate is measured before, with one file of 8 GiB written in
+pieces of 64 MiB and synced.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatrain.commands.bench import engine_for
+from megatrain.commands.bench.bench import Work, engine_for, random_batch
 from megatrain.engine.host.engine import HostEngine
 from megatrain.units import GIB
 
 
 def disk_rate(folder: Path, size: int = 8 * GIB, piece: int = 64 << 20) -> float:
-    """GiB/s of a sequential write, sync included."""
+    """Rate of a sequential write, sync included [GiB/s]."""
     data, path = os.urandom(piece), folder / "disk-rate"
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -38,9 +38,9 @@ def disk_rate(folder: Path, size: int = 8 * GIB, piece: int = 64 << 20) -> float
 
 
 def step_of(engine: HostEngine, rows: int, tokens: int, number: int) -> float:
-    ids = torch.randint(0, 512, (rows, tokens), generator=torch.Generator().manual_seed(number))
+    batch = random_batch(512, rows, tokens, number)
     started = time.perf_counter()
-    engine.train_step({"input_ids": ids, "labels": ids.clone()})
+    engine.train_step(batch)
     return time.perf_counter() - started
 
 
@@ -65,9 +65,9 @@ def run(engine: HostEngine, rows: int, tokens: int, folder: Path) -> None:
     engine.prepare_save()
     before = [step_of(engine, rows, tokens, 90 + number) for number in range(round(30 / alone))]
     print(
-        f"memory made ready within {len(before)} steps, {statistics.mean(before):.3f} s each on average, {opening(before)}"
+        f"memory prepared during {len(before)} steps, {statistics.mean(before):.3f} s each on average, {opening(before)}"
     )
-    print("a save that was prepared:")
+    print("a prepared save:")
     saved(engine, rows, tokens, folder / "ckpt", alone, rate)
 
 
@@ -76,7 +76,7 @@ def opening(seconds: list[float], count: int = 8) -> str:
 
 
 def saved(engine: HostEngine, rows: int, tokens: int, checkpoint: Path, alone: float, rate: float) -> None:
-    """Save in the background of steps that take `alone` seconds without, onto a disk of `rate` GiB/s."""
+    """Save in the background while training. A step takes `alone` seconds without a save, the disk writes `rate` GiB/s."""
     save = engine.save(checkpoint, background=True)
     during, most = [], 0.0
     while not save.done():
@@ -88,7 +88,7 @@ def saved(engine: HostEngine, rows: int, tokens: int, checkpoint: Path, alone: f
     print(
         f"{written:.1f} GiB, {progress.seconds:.1f} s of which {progress.read_back_s:.1f} s "
         f"read back; {progress.bytes_per_s / GIB:.2f} GiB/s written ({progress.bytes_per_s / GIB / rate:.2f} of the disk)\n"
-        f"{len(during)} steps meanwhile, {statistics.mean(during):.3f} s each on average "
+        f"{len(during)} steps during the save, {statistics.mean(during):.3f} s each on average "
         f"({100 * lost / (alone * len(during)):.1f}% more than without), the longest {max(during):.3f} s, {opening(during)}\n"
         f"updates waited {progress.waited_s:.2f} s, {progress.copied_bytes / GIB:.1f} GiB copied, most RSS {most:.1f} GiB, "
         f"now {resident_gib():.1f} GiB",
@@ -97,7 +97,7 @@ def saved(engine: HostEngine, rows: int, tokens: int, checkpoint: Path, alone: f
 
 
 def forget_pages(folder: Path) -> None:
-    """So that the files come from the disk, not from the page cache."""
+    """Drop the files from the page cache, so that they are read from the disk."""
     os.sync()
     descriptors = [os.open(path, os.O_RDONLY) for path in folder.rglob("*") if path.is_file()]
     for descriptor in descriptors:
@@ -111,7 +111,6 @@ def resume(engine: HostEngine, rows: int, tokens: int, folder: Path, lazy: bool)
     loaded = time.perf_counter()
     step_of(engine, rows, tokens, 200)
     first = time.perf_counter()
-    engine._optimizer.wait_all()
     most = psutil.Process().memory_info()
     print(
         f"{'lazy' if lazy else 'eager'}: load {loaded - started:.1f} s, first step (compiles) "
@@ -127,6 +126,6 @@ if __name__ == "__main__":
         forget_pages(place)
     began = time.perf_counter()
     init = "random" if what == "run" else "empty"
-    with engine_for(shape, rows=size[0], tokens=size[1], machine_file=machine_file, init=init, say=print) as engine:
+    with engine_for(Work(shape, *size, machine_file=machine_file, say=print), init) as engine:
         print(f"engine made in {time.perf_counter() - began:.1f} s", flush=True)
         run(engine, *size, place) if what == "run" else resume(engine, *size, place, lazy=rest == ["lazy"])

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Two GPUs: layouts of the mesh engine on Qwen3-8B's shape beside the host engine's losses, and a rank that is killed.
-# Use: benchmarks/gpu2.sh          within BUDGET seconds (default 570), a short table last; logs in $OUT (default: a temporary folder)
-# Rows in the order of their worth; each has a limit of ROW_LIMIT seconds, and what crashes or hangs costs its own row only.
+# Two GPUs: layouts of the mesh engine on Qwen3-8B's shape, compared with the host engine's losses, and recovery from a killed rank.
+# Use: benchmarks/gpu2.sh          takes at most BUDGET seconds (default 570) and ends with a table; logs in $OUT (default: a temporary folder)
+# Most important rows first; each is limited to ROW_LIMIT seconds, and a crash or hang loses only its own row.
 # Rehearsal on a CPU: WORDS="--shape tiny --tokens 64 --steps 4" DEVICE=cpu benchmarks/gpu2.sh
 set -u
 export PYTHONPATH=${PYTHONPATH:-src:tests/support} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
@@ -11,12 +11,12 @@ budget=${BUDGET:-570} row_limit=${ROW_LIMIT:-110} words=${WORDS:-} device=${DEVI
 out=${OUT:-$(mktemp -d)}/gpu2
 mkdir -p "$out"
 
-# Of the processes' words; tracebacks are in the logs.
+# Output lines of the processes that are shown; tracebacks are in the logs.
 shown='^[a-z0-9-]*: \|FAILED\|^Timeout\|^Thread\|^  File .*\(megatrain\|mesh_\).* in \|OutOfMemory'
 
 left() { echo $((budget - SECONDS)); }
 
-layouts() { # rows...: in shared processes; after a crash the rows behind it in fresh ones
+layouts() { # rows...: run in shared processes; after a crash, the remaining rows in fresh ones
   local attempt
   for attempt in "$@"; do
     [ "$(left)" -gt 40 ] || return
@@ -33,7 +33,7 @@ layouts() { # rows...: in shared processes; after a crash the rows behind it in 
 [ "$device" = cuda ] && nvidia-smi topo -m | head -4
 layouts fsdp2-compiled tp2 pp2-1f1b
 
-# The host engine's losses on one GPU; beside it the tiny run that is killed: neither of the two is about speed.
+# The host engine's losses on one GPU, and beside it the tiny run with the killed rank: neither measures speed.
 echo "=== host and kill ($(date +%T), $(left) s left)"
 timeout -k 5 "$(($(left) < 170 ? $(left) : 170))" $python benchmarks/mesh_kill.py --out "$out/kill" --device "$device" \
   ${KILL_WORDS:-} >"$out/kill.json" 2>"$out/kill.err" &

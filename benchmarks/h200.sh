@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The table of docs/benchmarks.md for one H200, row by row, each in a process of its own with a time limit.
-# Use: benchmarks/h200.sh ROW...      rows: 8b-32 8b-8 8b-24gib 14b 17b 4b deepspeed fsdp2 small save resume-lazy resume-eager (behind save)
+# The rows of docs/benchmarks.md for one H200, each in its own process with a time limit.
+# Use: benchmarks/h200.sh ROW...      rows: 8b-32 8b-8 8b-24gib 14b 17b 4b deepspeed fsdp2 small save resume-lazy resume-eager (after save)
 #                                     long-131072 long-262144 long-524288 instruments trace doctor
 # Logs go to $OUT (default: a temporary folder); the last lines of each are printed.
 set -u
 export PYTHONPATH=${PYTHONPATH:-src} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 out=${OUT:-$(mktemp -d)}
 machine=${MACHINE:-docs/machines/h200.yaml}
-disk=${DISK:-/tmp/megatrain-checkpoints} # of the rows about checkpoints: 60 GiB
+disk=${DISK:-/tmp/megatrain-checkpoints} # for the checkpoint rows: 60 GiB
 bench="python3 -m megatrain bench --machine $machine --warmup 2"
-full="--device-fraction 0.965" # the GPU has nothing else to do
+full="--device-fraction 0.965" # nothing else uses the GPU
 
 row() { # name, seconds, lines to print, command...
   local name=$1 limit=$2 lines=$3

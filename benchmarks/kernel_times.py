@@ -1,9 +1,9 @@
-"""Where the GPU time of a training step goes, kernel by kernel, and how long the GPU had nothing to do.
+"""GPU time of a training step by kernel, and the gaps between kernels.
 
 Use: python benchmarks/kernel_times.py SHAPE ROWS TOKENS [MACHINE_FILE [option=value ...]]
      python benchmarks/kernel_times.py qwen3-8b 8 1024 docs/machines/h200.yaml
 SHAPE is one of `megatrain bench --shape`; the engine follows the plan, options replace its fields.
-Prints the clock and the power of the GPU under the load, the kernels of one step by time, and the gaps between them.
+Prints clock and power of the GPU under load, the kernels of one step by time, and the gaps between them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.commands.bench import engine_for, plan_overrides, random_batch
+from megatrain.commands.bench.bench import Work, engine_for, plan_overrides, random_batch
 
 
 def clocks() -> str:
-    """SM clock [MHz], power [W] and what holds the clock down, as the driver says them now."""
+    """SM clock [MHz], power [W], throttle reasons and temperature, from the driver."""
     fields = "clocks.sm,power.draw,clocks_event_reasons.active,temperature.gpu"
     found = subprocess.run(
         ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True
@@ -29,7 +29,7 @@ def clocks() -> str:
 
 
 def kernels_of(run: Any) -> tuple[list[tuple[str, float, float]], float]:
-    """(name, start, end) in microseconds of everything on the GPU during `run`, by start; and the wall time."""
+    """(name, start, end) [us] of all GPU activity during `run`, by start; and the wall time [ms]."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -62,9 +62,8 @@ def table(found: list[tuple[str, float, float]], lines: int = 34) -> None:
 
 def main(shape: str, rows: int, tokens: int, machine_file: str | None, words: list[str]) -> None:
     overrides = plan_overrides(words)
-    with engine_for(
-        shape, rows=rows, tokens=tokens, machine_file=machine_file, overrides=overrides, say=print
-    ) as engine:
+    work = Work(shape, rows, tokens, machine_file=machine_file, overrides=overrides, say=print)
+    with engine_for(work) as engine:
         batches = [random_batch(1000, rows, tokens, step) for step in range(8)]
         for batch in batches:
             result = engine.train_step(batch)

@@ -19,10 +19,10 @@ from transformers import LlamaConfig
 
 from megatrain.engine.mesh.layout import Layout
 from megatrain.machine.machine import load_cluster
-from megatrain.planner.choice import StepSize
 from megatrain.planner.cluster.candidate import Candidate, Overheads, Request
 from megatrain.planner.cluster.estimate import Estimate, evaluate
 from megatrain.planner.cluster.plan import make_request
+from megatrain.planner.plan import StepSize
 
 FILE = Path(__file__).parents[1] / "docs/machines/h100-cluster.yaml"
 

@@ -1,4 +1,4 @@
-"""Many small units: SmolLM2-135M's shape, all resident, beside the plain loop (Hugging Face + fused AdamW, all on the GPU).
+"""Many small units: SmolLM2-135M's shape, all resident, compared with a plain loop (Hugging Face + fused AdamW on the GPU).
 
 Use: python benchmarks/small_units.py ROWS TOKENS STEPS
 The plain loop runs twice: weights in bf16 (no fp32 master), and fp32 weights under bf16 autocast.

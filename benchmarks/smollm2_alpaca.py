@@ -5,9 +5,8 @@ Use: python benchmarks/smollm2_alpaca.py MODEL DATA RUN_DIR [--section.key value
      DATA     a file of instruction, input and output (LLaMA-Factory's alpaca_en_demo.json)
      RUN_DIR  a folder that does not exist yet
 
-The run itself is `megatrain.run.loop`. Around it, on the same rows of tokens, plain transformers computes the loss of the first
-batch before the run and the held-out loss of the checkpoint after it: each document alone, without packing. The last thing
-printed is the table.
+The run itself is `megatrain.train`. On the same rows, plain transformers computes the loss of the first batch before the
+run, and the held-out loss of the checkpoint after it, one document at a time and without packing. The table is printed last.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from megatrain.run.prepare import prepare
 QUESTION = "Give three tips for staying healthy."
 ANSWER_TOKENS = 96
 LOSS_TOLERANCE = 1e-5
-"""Relative, fp32: the orders of summation differ (packed rows against single documents)."""
+"""Relative, in fp32: packed rows and single documents are summed in different order."""
 
 
 def run_config(model: str, data: str, run_dir: str, overrides: list[str]) -> mt.RunConfig:
-    """30 steps of two rows of 1,024 tokens, in fp32 wherever it runs."""
+    """30 steps of two rows of 1,024 tokens, in fp32 on every device."""
     sections = {
         "model": {"path": model},
         "data": {"train": data, "val": {"fraction": 0.05}, "max_tokens": 1024},
@@ -51,7 +50,7 @@ def run_config(model: str, data: str, run_dir: str, overrides: list[str]) -> mt.
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """(input_ids, labels), each (1, T), of every document in packed rows; padding has no targets and is left out."""
+    """(input_ids, labels), each (1, T), of every document in packed rows; padding has no targets and is skipped."""
     for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["document_ids"], strict=True):
         for number in documents.unique().tolist():
             here = documents == number
@@ -61,7 +60,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> Iterable[tuple[torch.Tens
 
 @torch.no_grad()
 def plain_loss(model: Any, batches: Iterable[Mapping[str, torch.Tensor]]) -> float:
-    """Mean cross entropy over all target tokens of the batches, by plain transformers, a document at a time."""
+    """Mean cross entropy over all target tokens of the batches, by plain transformers, one document at a time."""
     loss_sum, tokens = 0.0, 0
     for batch in batches:
         for ids, labels in documents_of(batch):
@@ -82,13 +81,13 @@ def answer(model: Any, tokenizer: Any) -> str:
 
 
 def plain_model(folder: str | Path) -> Any:
-    """Plain transformers, nothing of megatrain, in fp32."""
+    """The model in plain transformers and fp32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
 
 def set_exact_weights(plain: Any, source: str, checkpoint: Path) -> None:
-    """Give a plain model the fp32 master weights of a checkpoint, of which its bf16 weights are the rounded half."""
+    """Load a checkpoint's fp32 master weights into a plain model; the checkpoint's bf16 weights are these, rounded."""
     plan = mt.ExecutionPlan(compute_dtype="fp32", gradient_plane=False)
     with mt.HostEngine(source, plan, optim=mt.AdamW(max_grad_norm=None)) as engine:
         engine.load(checkpoint)

@@ -1,6 +1,6 @@
-"""What the peers share: Qwen3-4B's shape, tokens, the clock, the words. One GPU, random weights.
+"""Common parts of the peers: command line, model shapes, batches and timing. One GPU, random weights.
 
-The work is that of `megatrain bench --shape qwen3-4b --rows 32 --tokens 1024`: bf16 compute, fp32 master weights and moments in
+The work equals `megatrain bench --shape qwen3-4b --rows 32 --tokens 1024`: bf16 compute, fp32 master weights and moments in
 host memory, AdamW, gradients clipped to norm 1.0, activations recomputed. The loss is Hugging Face's own.
 """
 
@@ -28,8 +28,8 @@ def arguments(what: str) -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SHAPES), default="4b")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=4, help="steps that count")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the measured ones")
     return parser.parse_args()
 
 
@@ -52,7 +52,7 @@ def config(size: str) -> Qwen3Config:
 
 
 def one_process(port: int) -> None:
-    """The environment of a process group of one, where no launcher has made it."""
+    """Set the environment of a process group of one, unless a launcher has set it."""
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -64,7 +64,14 @@ def one_process(port: int) -> None:
 
 
 def measure(name: str, given: argparse.Namespace, parameters: int, step: Callable[[torch.Tensor], float]) -> None:
-    """Run `step(ids)` (rows, tokens), which returns the loss and waits for everything; print every step and the median."""
+    """Time `step(ids)` and print every step and the median.
+
+    Args:
+        name: Name of the peer.
+        given: The command line.
+        parameters: Parameters of the model.
+        step: Takes ids (rows, tokens), returns the loss when the step is complete.
+    """
     print(f"{name}: {parameters / 1e9:.2f} B parameters, {given.rows} x {given.tokens} tokens a step", flush=True)
     seconds: list[float] = []
     for number in range(given.warmup + given.steps):

@@ -1,7 +1,7 @@
 """Peer: DeepSpeed ZeRO-3 on one GPU, parameters and optimizer offloaded to pinned host memory; AdamW is DeepSpeed's CPU Adam.
 
 Use: python benchmarks/peers/deepspeed_zero3.py [--size 4b] [--rows 32] [--tokens 1024] [--steps 4]
-Needs `pip install deepspeed` (and a C++ compiler, with which it builds CPU Adam at the first start).
+Needs `pip install deepspeed` and a C++ compiler, which builds CPU Adam at the first start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Peer: PyTorch FSDP2 with CPU offload on one GPU. Parameters, gradients and moments are on the host; AdamW is torch's fused one.
 
 Use: python benchmarks/peers/fsdp2.py [--size 4b] [--rows 32] [--tokens 1024] [--steps 4]
-Gradients arrive in fp32 on the host, where torch clips and updates them; layers are fetched, recomputed and freed one by one.
+Gradients arrive on the host in fp32, where torch clips them and updates the weights. Layers are fetched, recomputed and
+freed one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 
 def build(size: str) -> Qwen3ForCausalLM:
-    """Sharded (over one process) and offloaded, fp32 master weights on the host, random values."""
+    """The model with random fp32 master weights on the host, sharded over one process and offloaded."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config(size))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -31,7 +32,7 @@ def build(size: str) -> Qwen3ForCausalLM:
         for name, parameter in model.named_parameters():
             local = parameter.to_local()
             torch.nn.init.ones_(local) if "norm" in name else torch.nn.init.normal_(local, std=0.02)
-    # the rotary table is a buffer, which to_empty has emptied
+    # to_empty has cleared the rotary table, which is a buffer
     rotary = model.model.rotary_emb
     fresh = type(rotary)(config(size), device="cuda")
     for name, buffer in fresh.named_buffers():
@@ -53,7 +54,7 @@ def main() -> None:
     def step(ids_BT: torch.Tensor) -> float:
         loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
         loss.backward()
-        torch.cuda.synchronize()  # gradients are on their way to the host until here
+        torch.cuda.synchronize()  # until all gradients are on the host
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""The benchmark on a tiny shape: it runs to its end, and what it prints is what it measured."""
+"""The benchmark on a tiny shape completes and prints its measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.commands.bench import bench, plan_overrides
+from megatrain.commands.bench.bench import Work, bench, plan_overrides
 from megatrain.commands.main import main
 from megatrain.errors import UserError
 
@@ -16,7 +16,7 @@ MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
 
 def test_a_planned_benchmark_reports_plan_bounds_and_split() -> None:
     said: list[str] = []
-    report = bench("tiny", rows=4, tokens=32, steps=3, warmup=1, device="cpu", machine_file=MACHINE, say=said.append)
+    report = bench(Work("tiny", 4, 32, "cpu", machine_file=MACHINE, say=said.append), steps=3, warmup=1)
     assert len(report.steps) == 3
     assert report.seconds["step"] == sorted(report.steps)[1]
     assert report.tokens_per_second == pytest.approx(4 * 32 / report.seconds["step"])
@@ -32,17 +32,15 @@ def test_a_planned_benchmark_reports_plan_bounds_and_split() -> None:
         "step 1 (warm-up)",
         "step 2: ",
         "policy bound",
-        "plan against measurement",
+        "plan and measurement",
     ):
         assert part in text
 
 
 def test_streamed_units_move_their_weights_and_gradients() -> None:
     overrides = {"placement": "host", "activations": "recompute", "threads": 1}
-    report = bench(
-        "tiny", rows=2, tokens=16, steps=1, warmup=1, device="cpu", machine_file=MACHINE, overrides=overrides,
-        bounds=False, say=lambda _: None,
-    )  # fmt: skip
+    work = Work("tiny", 2, 16, "cpu", machine_file=MACHINE, overrides=overrides)
+    report = bench(work, steps=1, warmup=1, bounds=False)
     assert report.pcie["sent_bytes"] > 0
     assert report.pcie["loaded_bytes"] >= report.pcie["sent_bytes"]
     assert report.bound is None
@@ -70,7 +68,7 @@ def test_the_command_prints_json_alone(capsys: pytest.CaptureFixture[str]) -> No
     assert "policy bound" in printed.err
 
 
-def test_an_unknown_shape_and_an_unknown_option_are_errors_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shape_and_an_unknown_option_are_user_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--shape", "qwen9", "--rows", "1", "--tokens", "8"]) == 2
     assert "qwen3-8b" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"weight_slot=3"):
@@ -86,13 +84,11 @@ def test_a_config_folder_is_a_shape(tmp_path: Path) -> None:
             }
         )
     )  # fmt: skip
-    report = bench(
-        str(tmp_path), rows=1, tokens=8, steps=1, warmup=1, device="cpu", machine_file=MACHINE, say=lambda _: None
-    )
+    report = bench(Work(str(tmp_path), 1, 8, "cpu", machine_file=MACHINE), steps=1, warmup=1)
     assert report.parameters > 10_000
 
 
-def test_options_of_the_plan_are_of_the_kind_it_takes() -> None:
+def test_options_must_have_the_type_of_their_plan_field() -> None:
     words = [
         "threads=2", "activations=keep", "offload_input=[0, 2]", "microbatch_rows=null", 'placement={"head": "device"}',
         "host_gib=4", "gradient_plane=false",
@@ -106,5 +102,5 @@ def test_options_of_the_plan_are_of_the_kind_it_takes() -> None:
         with pytest.raises(UserError, match="should be"):
             plan_overrides([word])
     for word in ("model=x", "device=cpu", "verify=never", "self=1"):
-        with pytest.raises(UserError, match="is no NAME=VALUE of ExecutionPlan"):
+        with pytest.raises(UserError, match="is not NAME=VALUE of ExecutionPlan"):
             plan_overrides([word])

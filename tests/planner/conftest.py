@@ -1,4 +1,4 @@
-"""Model shapes and machines for the planner's tests, as fixtures that are functions of a name."""
+"""Model shapes and machines by name, for the planner's tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = {**QWEN3, "dense-120b": (12288, 28672, 84, 96, 8, False)}
 
 @functools.cache
 def make_shape(name: str, layers: int | None = None) -> ModelShape:
-    """A named shape of the benchmark; one layer is built and counted as many."""
+    """A named shape of `megatrain bench`; one layer is built and counted several times."""
     hidden, intermediate, depth, heads, kv_heads, tied = SHAPES[name]
     config = Qwen3Config(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1, num_attention_heads=heads,

@@ -1,4 +1,4 @@
-"""Plans of very long rows: attention is kept, MLPs are cut, and state and inputs share what host and device have."""
+"""Plans of very long rows: attention is kept, MLPs run in chunks, and state and inputs share host and device memory."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ import pytest
 from megatrain.config.schema import ActivationsConfig
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
-from megatrain.planner import Options, StepSize, plan
-from megatrain.planner.choice import Choice, Policy
 from megatrain.planner.model_cost import ModelShape
-from megatrain.planner.plan import caps_for, plan_of
+from megatrain.planner.plan import Choice, Options, Plan, PlanRequest, Policy, StepSize
+from megatrain.planner.run import caps_for, plan_of, plan_step
 from megatrain.planner.timeline import recomputed_flops, simulate
 
 Shapes = Callable[..., ModelShape]
 Machines = Callable[..., Machine]
 
 
-def planned(shape: Shapes, machine: Machines, tokens: int, **options: Any) -> Any:
-    return plan(shape("qwen3-8b"), machine("h200"), StepSize(1, tokens), options=Options(**options))
+def planned(shape: Shapes, machine: Machines, tokens: int, **options: Any) -> Plan:
+    return plan_step(shape("qwen3-8b"), machine("h200"), StepSize(1, tokens), options=Options(**options))
 
 
-def test_short_rows_are_planned_as_ever(shape: Shapes, machine: Machines) -> None:
+def test_short_rows_need_no_chunks(shape: Shapes, machine: Machines) -> None:
     made = planned(shape, machine, 4096)
     assert made.choice.mlp_chunk_tokens is None
     assert "keep_attention" not in made.choice.policies
 
 
-def test_a_long_row_keeps_attention_and_cuts_its_mlps(shape: Shapes, machine: Machines) -> None:
+def test_a_long_row_keeps_attention_and_runs_its_mlps_in_chunks(shape: Shapes, machine: Machines) -> None:
     made = planned(shape, machine, 131072)
     assert made.choice.policies == ("keep_attention",) * 36
     assert made.choice.mlp_chunk_tokens == 16384
     assert made.execution.activations == dict.fromkeys(range(36), "keep_attention")
     assert made.execution.mlp_chunk_tokens == 16384
     recomputed = planned(shape, machine, 131072, policy="recompute")
-    assert recomputed.seconds > 1.15 * made.seconds, "attention's forward is most of what is computed again"
+    assert recomputed.seconds > 1.15 * made.seconds, "attention's forward is most of the recompute"
 
 
-def test_the_longest_row_moves_inputs_to_the_host_before_it_gives_up(shape: Shapes, machine: Machines) -> None:
+def test_the_longest_rows_offload_inputs(shape: Shapes, machine: Machines) -> None:
     made = planned(shape, machine, 262144)
     assert made.host_bytes <= made.caps.host_bytes and made.device_bytes <= made.caps.device_bytes
     assert set(made.choice.policies) <= {"keep_attention", "recompute"}
     large = replace(machine("h200"), host_gib=400.0)
-    longest = plan(shape("qwen3-8b"), large, StepSize(1, 524288))
+    longest = plan_step(shape("qwen3-8b"), large, StepSize(1, 524288))
     assert longest.choice.offloaded > 0
     with pytest.raises(PlanRefused, match="device memory"):
         planned(shape, machine, 1 << 21)
@@ -55,9 +54,9 @@ def test_the_longest_row_moves_inputs_to_the_host_before_it_gives_up(shape: Shap
 def test_a_larger_host_lets_the_device_keep_more_attention(shape: Shapes, machine: Machines) -> None:
     found = []
     for host_gib in (135.0, 200.0, 400.0):
-        made = plan(shape("qwen3-8b"), replace(machine("h200"), host_gib=host_gib), StepSize(1, 393216))
+        made = plan_step(shape("qwen3-8b"), replace(machine("h200"), host_gib=host_gib), StepSize(1, 393216))
         found.append((made.seconds, made.choice.policies.count("keep_attention")))
-    assert found[0][1] < found[1][1], "a larger host takes inputs, and the device keeps attention in their place"
+    assert found[0][1] < found[1][1], "a larger host takes inputs, which makes room for attention on the device"
     assert found[0][0] > found[1][0] >= found[2][0]
 
 
@@ -75,7 +74,7 @@ def test_a_larger_host_lets_the_device_keep_more_attention(shape: Shapes, machin
         ({"segment": 4}, "recompute"),
     ],
 )
-def test_the_config_s_words_come_to_one_policy(given: dict[str, Any], policy: Policy) -> None:
+def test_the_config_s_settings_resolve_to_one_policy(given: dict[str, Any], policy: Policy) -> None:
     assert ActivationsConfig(**given).layer_policy == policy
 
 
@@ -84,18 +83,18 @@ def test_the_config_s_words_come_to_one_policy(given: dict[str, Any], policy: Po
     [
         (
             {"policy": "keep", "attention": "recompute"},
-            "policy: keep decides for whole layers: leave attention at auto",
+            "policy: keep applies to whole layers: leave attention at auto",
         ),
-        ({"segment": 4, "attention": "keep"}, "segment drops all but inputs: leave attention at auto"),
+        ({"segment": 4, "attention": "keep"}, "segment keeps only inputs: leave attention at auto"),
     ],
 )
-def test_words_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ActivationsConfig(**given)
 
 
-def test_what_each_policy_costs_in_seconds(shape: Shapes, machine: Machines) -> None:
-    """At 131,072 tokens: keeping attention saves its forward, keeping the MLP saves far less, chunks cost an MLP's forward."""
+def test_time_of_each_policy(shape: Shapes, machine: Machines) -> None:
+    """At 131,072 tokens keeping attention saves its forward, keeping the MLP saves far less, and chunks cost an MLP's forward."""
     model, step = shape("qwen3-8b"), StepSize(1, 131072)
 
     def seconds(policy: Policy, chunk: int | None = None) -> float:
@@ -111,7 +110,7 @@ def test_what_each_policy_costs_in_seconds(shape: Shapes, machine: Machines) -> 
     assert seconds("keep_attention", 16384) == pytest.approx(seconds("keep_attention"))
 
 
-def test_flops_that_are_computed_again(shape: Shapes) -> None:
+def test_recomputed_flops(shape: Shapes) -> None:
     model, step = shape("qwen3-8b"), StepSize(1, 131072)
     cost = model.cost(0)
     products, attention, mlp = (
@@ -128,7 +127,7 @@ def test_flops_that_are_computed_again(shape: Shapes) -> None:
     assert again("keep_mlp") == pytest.approx(products - mlp + attention)
 
 
-def test_attention_s_rate_goes_through_both_measured_lengths(machine: Machines) -> None:
+def test_the_attention_rate_passes_through_both_measured_lengths(machine: Machines) -> None:
     measured = replace(machine("h200"), attention_tflops=327.0, attention_long_tflops=500.0)
     assert measured.attention_rate(1024) == pytest.approx(327e12)
     assert measured.attention_rate(32768) == pytest.approx(500e12)
@@ -137,15 +136,12 @@ def test_attention_s_rate_goes_through_both_measured_lengths(machine: Machines) 
     assert unknown.attention_rate(1 << 19) == pytest.approx(327e12), "as in short rows"
 
 
-def test_a_model_whose_mlps_cannot_be_cut_is_planned_whole(shape: Shapes, machine: Machines) -> None:
+def test_mlps_that_are_not_token_wise_are_computed_whole(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
     whole = replace(
         model, costs=tuple(replace(cost, token_wise_parameters=0) for cost in model.costs), norm_in_chunks=False
     )
-    made = plan(whole, machine("h200"), StepSize(1, 65536))
+    made = plan_step(whole, machine("h200"), StepSize(1, 65536))
     assert made.choice.mlp_chunk_tokens is None
-    choice = replace(made.choice, mlp_chunk_tokens=None)
-    assert (
-        plan_of(whole, machine("h200"), StepSize(1, 65536), choice).device_bytes
-        <= caps_for(machine("h200")).device_bytes
-    )
+    request = PlanRequest(whole, machine("h200"), StepSize(1, 65536), caps_for(machine("h200")), Options())
+    assert plan_of(request, made.choice).device_bytes <= request.caps.device_bytes

@@ -1,4 +1,4 @@
-"""Bytes by formula, against measurements on an H200 and against sums by hand."""
+"""Memory formulas, compared with measurements on an H200 and with sums by hand."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatrain.machine.machine import Machine
-from megatrain.planner.choice import Choice, Options, StepSize
 from megatrain.planner.memory import KERNEL_BYTES, PROCESS_BYTES, cpu_lines, device_peak, held_bytes, host_lines
 from megatrain.planner.model_cost import ModelShape
+from megatrain.planner.plan import Choice, Options, Policy, StepSize
 from megatrain.units import GIB
 
 Shapes = Callable[..., ModelShape]
@@ -32,19 +32,17 @@ def choice(shape: ModelShape, **changes: object) -> Choice:
 
 
 @pytest.mark.parametrize(("policy", "measured_gib"), [("keep", 4.20), ("selective", 2.12), ("recompute", 0.25)])
-def test_a_layer_holds_what_was_measured(shape: Shapes, policy: str, measured_gib: float) -> None:
+def test_activations_of_a_layer_as_measured(shape: Shapes, policy: Policy, measured_gib: float) -> None:
     model = shape("qwen3-8b")
-    output = (
-        model.hidden * 2
-    )  # the measurement has the layer's output in it, the plan counts it as the next one's input
-    held = (held_bytes(model, 0, policy, 1024, Options()) + output) * STEP.all_tokens
+    output = 2 * model.hidden  # part of the measurement; the plan counts it as the next layer's input
+    held = (held_bytes(model, 1024, Options(), (policy,) * model.depth)[0] + output) * STEP.all_tokens
     assert held / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_peak_of_an_all_host_eager_step_as_measured(shape: Shapes) -> None:
     model = shape("qwen3-8b")
     peak = device_peak(model, STEP, Options(compiled=False), choice(model, microbatch_rows=16, head_chunk_tokens=2355))
-    # Measured 22.6 GiB when the previous chunk's part of the head's gradient (bf16, 1.16 GiB) was not let go yet.
+    # 22.6 GiB were measured when the previous chunk's head gradient (bf16, 1.16 GiB) was not yet freed.
     assert peak.nbytes / GIB == pytest.approx(22.6 - 1.16, rel=0.05)
     assert peak.moment == "head"
 
@@ -56,7 +54,7 @@ def test_host_memory_of_an_all_host_step_as_measured(shape: Shapes) -> None:
     assert sum(lines.values()) - PROCESS_BYTES == 14 * model.parameters
 
 
-def test_planes_are_12_bytes_a_parameter_and_gradients_follow_the_options(shape: Shapes) -> None:
+def test_planes_take_12_bytes_per_parameter_and_gradients_follow_the_options(shape: Shapes) -> None:
     model = shape("qwen3-8b", 4)
     count = model.parameters
 
@@ -75,8 +73,8 @@ def test_resident_units_move_from_host_to_device(shape: Shapes) -> None:
     moved = choice(model, resident_layers=2, resident_head=True)
     elements = 2 * model.layers[0] + model.head
     assert moved.resident_elements(model) == elements
-    at_home = sum(host_lines(model, STEP, Options(), choice(model)).values())
-    assert at_home - sum(host_lines(model, STEP, Options(), moved).values()) == 14 * elements
+    all_on_host = sum(host_lines(model, STEP, Options(), choice(model)).values())
+    assert all_on_host - sum(host_lines(model, STEP, Options(), moved).values()) == 14 * elements
     line = device_peak(model, STEP, Options(), moved).lines[
         "resident units: weights and optimizer states (12 bytes a parameter)"
     ]
@@ -104,15 +102,15 @@ def test_offloaded_inputs_move_from_device_to_host(shape: Shapes) -> None:
     with_all = device_peak(model, STEP, Options(), choice(model))
     with_few = device_peak(model, STEP, Options(), choice(model, offloaded=30))
     moved = (with_all.lines["layer inputs"] - with_few.lines["layer inputs"]) / one_input
-    assert 28 <= moved <= 30, "at the worst moment up to two inputs are on their way back"
+    assert 28 <= moved <= 30, "at the worst moment up to two inputs are in flight"
     assert (
         host_lines(model, STEP, Options(), choice(model, offloaded=30))["offloaded inputs of 30 layers"]
         == 30 * one_input
     )
 
 
-def test_gradients_of_resident_layers_grow_while_activations_shrink(shape: Shapes) -> None:
-    """With little kept, the worst moment is where the gradients of all residents are there."""
+def test_gradients_of_resident_layers_can_be_the_worst_moment(shape: Shapes) -> None:
+    """With few activations, the peak is at the end, when the gradients of all resident units exist."""
     model = shape("qwen3-8b")
     everything = choice(model, resident_layers=36, resident_embedding=True, resident_head=True)
     peak = device_peak(model, StepSize(1, 256), Options(), everything)
@@ -120,7 +118,7 @@ def test_gradients_of_resident_layers_grow_while_activations_shrink(shape: Shape
     assert peak.lines["gradients of resident layers"] == 2 * sum(model.layers)
 
 
-def test_more_of_anything_never_needs_less(shape: Shapes) -> None:
+def test_more_of_anything_needs_more_memory(shape: Shapes) -> None:
     model = shape("qwen3-8b")
     few = choice(model, policies=("recompute",) * 30 + ("selective",) * 6)
     more = [
@@ -140,5 +138,5 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings(shape: Shapes) -> None:
     assert peak.lines["gradient of the head"] == 4 * model.head_matrix
 
 
-def test_the_machine_files_are_machines(machine: Callable[..., Machine]) -> None:
+def test_the_machine_files_load(machine: Callable[..., Machine]) -> None:
     assert machine("h200").device_gib > machine("rtx4090-256gib").device_gib

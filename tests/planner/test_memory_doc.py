@@ -1,4 +1,4 @@
-"""docs/memory.md's tables are what the planner computes."""
+"""The tables of docs/memory.md equal the planner's figures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import Qwen2Config
 
 from megatrain.commands.bench.shapes import QWEN25_7B
 from megatrain.commands.main import main
-from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.memory import device_peak, held_bytes, host_lines, working_bytes
 from megatrain.planner.model_cost import ModelShape, shape_of
+from megatrain.planner.plan import Choice, Options, Policy, StepSize
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs/memory.md").read_text()
@@ -30,17 +30,22 @@ def choice(shape: ModelShape, policy: Policy = "recompute", offloaded: int = 0, 
     return Choice(0, False, False, (policy,) * shape.depth, offloaded, 1, 1, 8192, chunk)
 
 
+def held_by_layer_0(shape: ModelShape, policy: Policy, tokens: int) -> float:
+    """Bytes per token."""
+    return held_bytes(shape, tokens, Options(), (policy,) * shape.depth)[0]
+
+
 def rows(title: str) -> dict[str, list[str]]:
-    """A table of the page by its header's line: first cell -> the other cells."""
+    """The table with this header line: first cell -> the other cells."""
     lines = DOC[DOC.index(title) :].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
     return {first: rest for first, *rest in cells}
 
 
-def test_a_long_row_costs_what_the_page_says(
+def test_the_quoted_plan_of_a_long_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the planner, of the example's file."""
+    """Of the example's file."""
     model = tmp_path / "models" / "my-long-model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({**QWEN25_7B, "max_position_embeddings": 131072}))
@@ -61,12 +66,12 @@ def test_a_long_row_costs_what_the_page_says(
 def test_bytes_held_per_token_and_layer(shape: ModelShape, policy: Policy) -> None:
     tokens = 262144
     on_device, without_input, on_host = rows("| policy | on the device |")[policy]
-    held = held_bytes(shape, 0, policy, tokens, Options())
+    held = held_by_layer_0(shape, policy, tokens)
     assert on_device == f"{held + 2 * shape.hidden:,.0f}"
     assert (without_input, on_host) == (f"{held:,.0f}", f"{2 * shape.hidden:,.0f}")
 
 
-def test_an_offloaded_input_is_on_the_host_instead(shape: ModelShape) -> None:
+def test_an_offloaded_input_moves_to_the_host(shape: ModelShape) -> None:
     _, device, host = rows("| policy | on the device |")["recompute"]
     step, options = StepSize(1, 65536), Options()
     few, many = (choice(shape, offloaded=count, chunk=16384) for count in (10, 20))
@@ -89,16 +94,16 @@ def test_bytes_of_a_layer_s_backward_per_token(shape: ModelShape, tokens: int) -
     assert rows("| | whole, recomputed |")[f"{tokens:,} tokens"] == [f"{whole:,.0f}", f"{in_chunks:,.0f}"]
 
 
-def test_the_lines_of_the_formula_add_up(shape: ModelShape) -> None:
-    """The four lines under 'What one layer's backward needs', for the shape of the page."""
+def test_the_terms_of_the_formula_add_up(shape: ModelShape) -> None:
+    """The four terms under 'Needed by one layer's backward', for the shape of the page."""
     heads, kv_heads, size = 28, 4, 128
     unit, given, qkv = 2 * shape.hidden, 2 * heads * size + 4 * heads, 2 * 2 * (heads + 2 * kv_heads) * size
-    assert held_bytes(shape, 0, "keep_attention", 262144, Options()) == given
+    assert held_by_layer_0(shape, "keep_attention", 262144) == given
     found = working_bytes(shape, StepSize(1, 262144), Options(), choice(shape, chunk=16384))[0] / 262144
     assert found == 4 * unit + given + qkv + 4 * given
 
 
-def test_chunks_of_tokens_take_the_mlp_out_of_the_peak_and_never_cost_more(shape: ModelShape) -> None:
+def test_chunks_of_tokens_take_the_mlp_out_of_the_peak_and_never_increase_it(shape: ModelShape) -> None:
     for tokens in (8192, 65536, 524288):
         step = StepSize(1, tokens)
         whole, cut = (device_peak(shape, step, Options(), choice(shape, chunk=chunk)).nbytes for chunk in (None, 16384))

@@ -1,4 +1,4 @@
-"""What a layer saves and computes, counted on meta, against counts by hand."""
+"""Saved bytes and FLOPs of a layer, counted on meta tensors, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_flops_of_a_dense_layer() -> None:
     assert shape.costs[0].attention_flops.at(2048) == 32 * 2 * 2048 * 128
 
 
-def test_experts_count_as_many_times_as_a_token_goes_to() -> None:
+def test_experts_count_once_per_routed_token() -> None:
     def moe(top_k: int) -> Qwen3MoeConfig:
         return Qwen3MoeConfig(
             hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=top_k,
@@ -69,7 +69,7 @@ def test_eager_attention_saves_its_scores() -> None:
     assert plain.saved_bytes.slope >= 2 * 2 * 4  # scores and probabilities of 4 heads, bf16
 
 
-def test_a_line_goes_through_its_points() -> None:
+def test_a_line_passes_through_its_points() -> None:
     line = Line.through((128, 256), (10.0, 12.0))
     assert (line.at(128), line.at(256), line.at(0)) == (10.0, 12.0, 8.0)
 

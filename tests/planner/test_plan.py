@@ -1,4 +1,4 @@
-"""Plans: what they decide, that they fit, and how they refuse. Case 14: the ledger comes before the first allocation."""
+"""Plans: their decisions, that they fit, and refusals, which come before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import pytest
 
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
-from megatrain.planner import Options, StepSize, caps_for, plan
 from megatrain.planner.model_cost import ModelShape
+from megatrain.planner.plan import Options, Plan, StepSize
 from megatrain.planner.report import plan_json, plan_text
+from megatrain.planner.run import caps_for, plan_step
 from megatrain.units import GIB
 
 Shapes = Callable[..., ModelShape]
 Machines = Callable[..., Machine]
 
 
-def assert_fits(made: object) -> None:
-    assert made.host_bytes <= made.caps.host_bytes  # type: ignore[attr-defined]
-    assert made.device_bytes <= made.caps.device_bytes  # type: ignore[attr-defined]
+def assert_fits(made: Plan) -> None:
+    assert made.host_bytes <= made.caps.host_bytes
+    assert made.device_bytes <= made.caps.device_bytes
 
 
 def test_8b_on_an_h200_reaches_the_compute_bound(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024))
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(32, 1024))
     assert_fits(made)
     assert made.tokens_per_s > 11_900
     assert made.placement["embedding"] == "device"  # the first unit that the forward waits for
@@ -35,8 +36,8 @@ def test_8b_on_an_h200_reaches_the_compute_bound(shape: Shapes, machine: Machine
     assert made.timeline.bottleneck.startswith("gpu")
 
 
-def test_caps_rehearse_a_smaller_card(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps_for(machine(), device_gib=24))
+def test_caps_simulate_a_smaller_card(shape: Shapes, machine: Machines) -> None:
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps_for(machine(), device_gib=24))
     assert_fits(made)
     assert made.device_bytes <= 24 * GIB
     assert made.choice.offloaded > 0
@@ -44,118 +45,120 @@ def test_caps_rehearse_a_smaller_card(shape: Shapes, machine: Machines) -> None:
 
 
 def test_14b_needs_both_memories(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-14b"), machine(), StepSize(32, 1024))
+    made = plan_step(shape("qwen3-14b"), machine(), StepSize(32, 1024))
     assert_fits(made)
     assert 12 * made.parameters > max(machine().host_gib, machine().device_gib) * GIB
     assert made.tokens_per_s > 5_000
 
 
 def test_17b_still_trains(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-17b"), machine(), StepSize(32, 1024))
+    made = plan_step(shape("qwen3-17b"), machine(), StepSize(32, 1024))
     assert_fits(made)
     assert made.parameters >= 17e9
 
 
-def test_a_small_model_stays_on_the_device_whole(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-0.6b"), machine(), StepSize(32, 1024))
+def test_a_small_model_is_all_resident(shape: Shapes, machine: Machines) -> None:
+    made = plan_step(shape("qwen3-0.6b"), machine(), StepSize(32, 1024))
     assert made.all_resident
     assert set(made.choice.policies) == {"keep"}
-    assert "everything fits into device memory" in plan_text(made)
+    assert "all units in device memory" in plan_text(made)
 
 
 def test_32b_on_a_large_host(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-32b"), machine("h200-1536gib"), StepSize(64, 1024))
+    made = plan_step(shape("qwen3-32b"), machine("h200-1536gib"), StepSize(64, 1024))
     assert_fits(made)
     assert made.tokens_per_s > 2_000
 
 
-def test_120b_on_an_h200_with_1536_gib_needs_what_the_device_can_take(shape: Shapes, machine: Machines) -> None:
+def test_120b_on_an_h200_with_1536_gib_needs_resident_units(shape: Shapes, machine: Machines) -> None:
     large, host = shape("dense-120b"), machine("h200-1536gib")
     assert large.parameters > 120e9
     assert 14 * large.parameters > host.host_gib * GIB
-    made = plan(large, host, StepSize(16, 1024))
+    made = plan_step(large, host, StepSize(16, 1024))
     assert_fits(made)
     assert "device" in made.placement.values()
 
 
-def test_32b_on_a_workstation_is_refused_with_the_ledger_and_the_ways_down(shape: Shapes, machine: Machines) -> None:
+def test_32b_on_a_workstation_is_refused_with_its_memory_and_remedies(shape: Shapes, machine: Machines) -> None:
     with pytest.raises(PlanRefused) as refusal:
-        plan(shape("qwen3-32b"), machine("rtx4090-256gib"), StepSize(64, 1024))
+        plan_step(shape("qwen3-32b"), machine("rtx4090-256gib"), StepSize(64, 1024))
     text = str(refusal.value)
     assert refusal.value.exit_code == 3
     assert "248.0 GiB allowed" in text
     assert "m: first moment (4)" in text
     assert "without clipping" in text
-    assert "that alone is not enough" in text
+    assert "not enough alone" in text
     assert "a model of at most about" in text
 
 
-def test_what_the_refusal_promises_is_true(shape: Shapes, machine: Machines) -> None:
-    """14 bytes a parameter do not fit, 12 do; the refusal says so, and following it works."""
+def test_following_a_remedy_works(shape: Shapes, machine: Machines) -> None:
+    """14 bytes per parameter do not fit, 12 do."""
     small = caps_for(machine(), host_gib=102, device_gib=12)
     with pytest.raises(
         PlanRefused, match=r"memory.gradient_plane: false.*2 bytes a parameter less.*then it fits"
     ) as refusal:
-        plan(shape("qwen3-8b"), machine(), StepSize(8, 1024), small)
-    assert "device memory: 11.0 GiB used, 11.0 GiB allowed: fits" in str(refusal.value), "residents could leave"
+        plan_step(shape("qwen3-8b"), machine(), StepSize(8, 1024), small)
+    assert "device memory: 11.0 GiB used, 11.0 GiB allowed: fits" in str(refusal.value), (
+        "resident units could move to the host"
+    )
     assert "together" not in str(refusal.value)
-    made = plan(shape("qwen3-8b"), machine(), StepSize(8, 1024), small, Options(gradient_plane=False))
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(8, 1024), small, Options(gradient_plane=False))
     assert_fits(made)
-    assert "device" not in made.placement.values()  # residents need their gradient plane
+    assert "device" not in made.placement.values()  # resident units need their gradient plane
 
 
-def test_where_no_way_down_is_enough_two_are_tried_together(shape: Shapes, machine: Machines) -> None:
-    """With as many rows as fit, and no row less."""
+def test_pairs_of_remedies_are_tried_if_none_is_enough(shape: Shapes, machine: Machines) -> None:
+    """And the pair names the largest number of rows that fits."""
     small = caps_for(machine(), host_gib=101, device_gib=12)
     with pytest.raises(PlanRefused) as refusal:
-        plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), small)
+        plan_step(shape("qwen3-8b"), machine(), StepSize(64, 1024), small)
     text = str(refusal.value)
-    assert "fewer rows a step, as many as fit; that alone is not enough" in text
+    assert "fewer rows a step, the most that fit; not enough alone" in text
     found = re.search(
         r"together: without clipping .* with fewer rows: (\d+) rows a step \(batch.tokens_per_step: (\d+)\); "
         r"then it fits, ([\d,]+) tokens/s",
         text,
     )
     assert found is not None, text
-    rows, eaten = int(found[1]), Options(gradient_plane=False, accumulation_steps=1)
+    rows, without_plane = int(found[1]), Options(gradient_plane=False, accumulation_steps=1)
     assert int(found[2]) == rows * 1024
-    made = plan(shape("qwen3-8b"), machine(), StepSize(rows, 1024), small, eaten)
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(rows, 1024), small, without_plane)
     assert f"{made.tokens_per_s:,.0f}" == found[3]
     with pytest.raises(PlanRefused):
-        plan(shape("qwen3-8b"), machine(), StepSize(rows + 1, 1024), small, eaten)
+        plan_step(shape("qwen3-8b"), machine(), StepSize(rows + 1, 1024), small, without_plane)
 
 
-def test_a_device_that_is_too_small_is_refused_with_fewer_tokens(shape: Shapes, machine: Machines) -> None:
+def test_a_device_that_is_too_small_is_refused(shape: Shapes, machine: Machines) -> None:
     with pytest.raises(PlanRefused, match=r"device memory: .* too much"):
-        plan(shape("qwen3-14b"), machine(), StepSize(1, 131072), caps_for(machine(), device_gib=10))
+        plan_step(shape("qwen3-14b"), machine(), StepSize(1, 131072), caps_for(machine(), device_gib=10))
 
 
 @pytest.mark.parametrize("policy", ["keep", "selective", "recompute"])
 def test_a_policy_of_the_user_holds_for_all_layers(shape: Shapes, machine: Machines, policy: str) -> None:
-    made = plan(shape("qwen3-4b"), machine(), StepSize(8, 1024), None, Options(policy=policy))  # type: ignore[arg-type]
+    made = plan_step(shape("qwen3-4b"), machine(), StepSize(8, 1024), None, Options(policy=policy))  # type: ignore[arg-type]
     assert set(made.choice.policies) == {policy}
 
 
-def test_what_the_user_fixed_is_kept(shape: Shapes, machine: Machines) -> None:
+def test_settings_of_the_user_are_kept(shape: Shapes, machine: Machines) -> None:
     fixed = Options(
         accumulation_steps=2, microbatch_rows=4, head_chunk_tokens=1024, threads=3, segment=4, policy="recompute"
     )
-    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, fixed)
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, fixed)
     assert (made.choice.accumulation_steps, made.choice.microbatch_rows, made.choice.head_chunk_tokens) == (2, 4, 1024)
     assert made.execution.segment == 4
     assert made.execution.threads == 3
 
 
 def test_eager_layers_are_never_selective(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, Options(compiled=False))
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(32, 1024), None, Options(compiled=False))
     assert "selective" not in made.choice.policies
     assert made.execution.compile == "off"
 
 
 def test_more_memory_is_never_slower(shape: Shapes, machine: Machines) -> None:
-    """Up to what plans that are as good may differ by."""
+    """Within the margin of equally fast plans."""
     seconds = [
-        plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), caps_for(machine(), device_gib=gib)).seconds
+        plan_step(shape("qwen3-8b"), machine(), StepSize(32, 1024), caps_for(machine(), device_gib=gib)).seconds
         for gib in (24, 48, 80, 138)
     ]
     assert all(more <= 1.01 * less for less, more in zip(seconds, seconds[1:], strict=False))
@@ -163,7 +166,7 @@ def test_more_memory_is_never_slower(shape: Shapes, machine: Machines) -> None:
 
 def test_the_engine_follows_what_was_planned(shape: Shapes, machine: Machines) -> None:
     for caps in (None, caps_for(machine(), device_gib=24)):
-        made = plan(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps)
+        made = plan_step(shape("qwen3-8b"), machine(), StepSize(64, 1024), caps)
         followed, choice = made.execution, made.choice
         assert followed.placement == made.placement
         assert followed.activations == dict(enumerate(choice.policies))
@@ -174,7 +177,7 @@ def test_the_engine_follows_what_was_planned(shape: Shapes, machine: Machines) -
 
 
 def test_a_plan_is_json_and_text(shape: Shapes, machine: Machines) -> None:
-    made = plan(shape("qwen3-8b"), machine(), StepSize(32, 1024), steps=1000)
+    made = plan_step(shape("qwen3-8b"), machine(), StepSize(32, 1024), steps=1000)
     data = json.loads(plan_json(made))
     assert data["device_bytes"]["total"] == made.device_bytes
     assert data["total_seconds"] == pytest.approx(1000 * made.seconds)
@@ -185,4 +188,4 @@ def test_a_plan_is_json_and_text(shape: Shapes, machine: Machines) -> None:
 
 def test_a_machine_without_a_gpu_is_not_planned_for(shape: Shapes, machine: Machines) -> None:
     with pytest.raises(AssertionError, match="no GPU"):
-        plan(shape("qwen3-0.6b"), replace(machine(), device_gib=0.0), StepSize(1, 128))
+        plan_step(shape("qwen3-0.6b"), replace(machine(), device_gib=0.0), StepSize(1, 128))

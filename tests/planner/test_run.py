@@ -1,4 +1,4 @@
-"""`megatrain plan` on a run's file, and what of the file reaches the planner."""
+"""`megatrain plan` on a run's file, and the settings that reach planner and engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from families import FAMILIES, build
 from megatrain.commands.main import main
 from megatrain.config.load import load_config
 from megatrain.engine.host.engine import HostEngine
-from megatrain.errors import UserError
+from megatrain.errors import PlanRefused, UserError
 from megatrain.machine.machine import load_machine
-from megatrain.models.build import build_from_memory
+from megatrain.models.build import build_from_memory, load_model_config
 from megatrain.models.structure import dissect
-from megatrain.planner import StepSize, plan
 from megatrain.planner.model_cost import shape_of_structure
-from megatrain.planner.run import execution_plan, options_of, plan_run
+from megatrain.planner.plan import StepSize
+from megatrain.planner.run import check_cpu_memory, execution_plan, options_of, plan_run, plan_step
 from tiny_run import config, prepare
 
 MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"
@@ -35,12 +35,12 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
-def test_the_command_prints_the_plan_and_allocates_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--machine", str(MACHINE), "--schedule.steps", "50"]) == 0
     text = capsys.readouterr().out
     for part in (
         "K parameters, on ",
-        "everything fits into device memory",
+        "all units in device memory",
         "host memory",
         "bottleneck",
         "for 50 steps",
@@ -53,7 +53,7 @@ def test_the_command_prints_json(run_file: Path, capsys: pytest.CaptureFixture[s
     data = json.loads(capsys.readouterr().out)
     run = load_config(run_file)
     assert data["rows"] * data["tokens_per_row"] == run.batch.tokens_per_step
-    assert set(data["placement"].values()) == {"device"}
+    assert set(data["execution"]["placement"].values()) == {"device"}
 
 
 def test_rows_longer_than_the_models_positions_are_planned_with_a_warning(
@@ -101,15 +101,15 @@ def test_the_command_ranks_the_layouts_of_a_cluster(run_file: Path, capsys: pyte
         (["--machine", str(CLUSTER)], "plan for it with --world"),
     ],
 )
-def test_a_world_and_a_cluster_belong_together(
+def test_world_needs_a_cluster_file_and_a_cluster_file_needs_world(
     run_file: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert main(["plan", str(run_file), *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_machine_file_is_said_at_once_with_what_is_near(run_file: Path) -> None:
-    """Before torch and transformers are imported, which takes seconds."""
+def test_a_missing_machine_file_is_reported_before_torch_is_imported(run_file: Path) -> None:
+    """With similar file names."""
     missing = MACHINE.with_name("h20.yaml")
     script = (
         "import sys; from megatrain.commands.main import main\n"
@@ -125,11 +125,11 @@ def test_a_missing_machine_file_is_said_at_once_with_what_is_near(run_file: Path
 def test_a_run_that_does_not_fit_ends_with_code_3(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--machine", str(MACHINE), "--memory.host_gib", "0.5"]
     assert main(["plan", str(run_file), *words]) == 3
-    assert "ways down" in capsys.readouterr().err
+    assert "how to reduce it" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_a_machine_file_is_asked_for(
+def test_without_a_gpu_a_machine_file_is_required(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatrain.machine.probe.probe", lambda *_: load_machine_without_gpu())
@@ -143,14 +143,14 @@ def load_machine_without_gpu() -> object:
     return replace(load_machine(MACHINE), device_gib=0.0)
 
 
-def test_caps_of_the_file_are_the_plans(run_file: Path) -> None:
+def test_memory_limits_of_the_file_hold_for_the_plan(run_file: Path) -> None:
     run = load_config(run_file, ["memory.host_gib=3", "memory.device_gib=2"])
     made = plan_run(run, machine_file=MACHINE)
     assert made.caps.host_bytes == 3 << 30
     assert made.caps.device_bytes == int(0.92 * (2 << 30))
 
 
-def test_the_plan_fills_a_fraction_of_the_device_and_leaves_the_hosts_reserve(run_file: Path) -> None:
+def test_the_plan_fills_a_fraction_of_the_device_and_keeps_the_host_reserve(run_file: Path) -> None:
     whole = load_machine(MACHINE)
     made = plan_run(
         load_config(run_file, ["memory.device_fraction=0.5", "memory.host_reserve_gib=2"]), machine_file=MACHINE
@@ -160,7 +160,7 @@ def test_the_plan_fills_a_fraction_of_the_device_and_leaves_the_hosts_reserve(ru
     assert made.device_bytes <= made.caps.device_bytes
 
 
-def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
+def test_settings_of_the_file_reach_the_planner(run_file: Path) -> None:
     changes = {
         "precision.compute_dtype": "fp32",
         "activations.policy": "keep",
@@ -175,7 +175,7 @@ def test_what_the_file_decides_reaches_the_planner(run_file: Path) -> None:
     }
     options = options_of(load_config(run_file, [f"{key}={value}" for key, value in changes.items()]))
     assert (options.compute, options.transport_bytes, options.policy) == ("fp32", 4, "keep")
-    assert (options.compiled, options.offload, options.staged, options.threads) == (False, "off", True, 3)
+    assert (options.compiled, options.offload_input, options.staged, options.threads) == (False, "off", True, 3)
     assert (options.accumulation_steps, options.microbatch_rows, options.head_chunk_tokens) == (2, 1, 7)
     assert options.mlp_chunk_tokens == 9
     default = options_of(load_config(run_file))
@@ -230,14 +230,31 @@ def test_python_users_get_a_plan_from_a_config_or_a_model(run_file: Path) -> Non
         mt.plan(run.model.path)
 
 
+def test_a_run_on_the_cpu_that_does_not_fit_is_refused_with_its_memory_and_remedies(run_file: Path) -> None:
+    run = load_config(run_file)
+    config = load_model_config(Path(run.model.path))
+    lines = check_cpu_memory(run, config)
+    needed_gib = sum(lines.values()) / (1 << 30)
+    assert check_cpu_memory(load_config(run_file, [f"memory.host_gib={2 * needed_gib}"]), config) == lines
+    with pytest.raises(PlanRefused) as refusal:
+        check_cpu_memory(load_config(run_file, [f"memory.host_gib={needed_gib / 2}"]), config)
+    for part in (
+        "not enough host memory",
+        "(memory.host_gib: ",
+        "batch.accumulation_steps: 2",
+        "gradient_plane: false",
+    ):
+        assert part in str(refusal.value)
+
+
 FEW = ["gpt2", "gemma3_text", "mixtral", "qwen3_moe", "mamba2", "qwen3_next", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in FEW], ids=lambda f: f.name)
-def test_other_families_are_planned_too(family: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_families_are_planned(family: object, caplog: pytest.LogCaptureFixture) -> None:
     model = build(family, seed=0, tie=None).bfloat16()  # type: ignore[arg-type]
     shape = shape_of_structure(dissect(build_from_memory(model, compute_dtype=torch.bfloat16)), "family")
     warned = [record.getMessage() for record in caplog.records if record.name.startswith("megatrain")]
     assert not warned, "the layer was not traced but estimated"
     assert all(cost.saved_bytes.at(64) > 2 * shape.hidden and cost.product_flops.at(64) > 0 for cost in shape.costs)
-    assert plan(shape, load_machine(MACHINE), StepSize(2, 64)).all_resident
+    assert plan_step(shape, load_machine(MACHINE), StepSize(2, 64)).all_resident

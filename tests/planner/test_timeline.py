@@ -1,4 +1,4 @@
-"""Predicted seconds, against measurements on an H200, and what must be true of any machine."""
+"""Predicted times, compared with measurements on an H200, and properties that hold on any machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatrain.machine.machine import Machine
-from megatrain.planner.choice import Choice, Cut, Options, StepSize
 from megatrain.planner.model_cost import ModelShape
+from megatrain.planner.plan import Choice, Cut, Options, StepSize
 from megatrain.planner.timeline import head_seconds, layer_seconds, simulate
 
 Shapes = Callable[..., ModelShape]
@@ -63,7 +63,7 @@ def test_phases_add_up_to_the_step(shape: Shapes, machine: Machines) -> None:
         assert all(seconds >= 0 for seconds in played.phases.values())
 
 
-def test_resident_layers_take_the_wait_for_adamw_away(shape: Shapes, machine: Machines) -> None:
+def test_resident_layers_shorten_the_wait_for_adamw(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
     waits = [
         simulate(model, machine(), STEP, Options(), choice(model, resident_layers=n, resident_embedding=True)).phases[
@@ -74,17 +74,17 @@ def test_resident_layers_take_the_wait_for_adamw_away(shape: Shapes, machine: Ma
     assert waits[0] > waits[1] > waits[2]
 
 
-def test_a_slow_link_is_the_bottleneck_by_name(shape: Shapes, machine: Machines) -> None:
+def test_a_slow_link_is_named_as_the_bottleneck(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
     slow = replace(
         machine(), h2d_gbps=4.0, d2h_gbps=4.0, both_gbps=4.0, adamw_gparams={16: 50.0}, adamw_streaming_gparams=None
     )
     played = simulate(model, slow, StepSize(8, 1024), Options(), choice(model, microbatch_rows=8))
     assert played.bottleneck.startswith("link: ")
-    assert played.step > 2 * 14e9 / 4e9  # weights come twice: for the forward and for the backward
+    assert played.step > 2 * 14e9 / 4e9  # weights travel twice: for the forward and for the backward
 
 
-def test_a_slow_cpu_is_the_bottleneck_by_name(shape: Shapes, machine: Machines) -> None:
+def test_a_slow_cpu_is_named_as_the_bottleneck(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
     slow = replace(machine(), adamw_gparams={2: 0.5}, adamw_streaming_gparams=None)
     played = simulate(model, slow, STEP, Options(), choice(model))
@@ -92,14 +92,14 @@ def test_a_slow_cpu_is_the_bottleneck_by_name(shape: Shapes, machine: Machines) 
     assert played.step > model.parameters / 0.5e9
 
 
-def test_a_third_forward_costs_time(shape: Shapes, machine: Machines) -> None:
+def test_segments_cost_a_third_forward(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
     plain = simulate(model, machine(), STEP, Options(), choice(model))
     segments = simulate(model, machine(), STEP, Options(segment=4), choice(model))
     assert 1.1 < segments.step / plain.step < 1.3
 
 
-def test_gradients_that_are_eaten_leave_nothing_to_wait_for_in_the_forward(shape: Shapes, machine: Machines) -> None:
+def test_updates_fused_with_the_backward_leave_no_wait_in_the_forward(shape: Shapes, machine: Machines) -> None:
     model = shape("qwen3-8b")
-    eaten = simulate(model, machine(), STEP, Options(gradient_plane=False), choice(model))
-    assert eaten.phases["update_wait"] == 0
+    fused = simulate(model, machine(), STEP, Options(gradient_plane=False), choice(model))
+    assert fused.phases["update_wait"] == 0

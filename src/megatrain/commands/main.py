@@ -12,13 +12,16 @@ import difflib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.commands.parser import SHAPE_OPTIONS, SHAPE_ROWS, SHAPE_TOKENS, parser
 from megatrain.errors import MegatrainError, UserError
 from megatrain.run.signals import INTERRUPTED
+
+if TYPE_CHECKING:
+    from megatrain.commands.bench.bench import Work
 
 FILE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO}
@@ -148,18 +151,18 @@ def _without_config(arguments: argparse.Namespace) -> None:
 
             _say(doctor(arguments.device, again=arguments.again, form=arguments.form))
         case "bench":
-            options = _shape_options(arguments)
-            from megatrain.commands.bench import bench, report_json
-
             out = sys.stderr if arguments.json else sys.stdout
-            report = bench(arguments.shape, **options, bounds=not arguments.no_bounds, say=lambda text: _say(text, out))
+            work = _work(arguments, lambda text: _say(text, out))
+            from megatrain.commands.bench.bench import bench, report_json
+
+            report = bench(work, **_given(arguments, "steps", "warmup"), bounds=not arguments.no_bounds)
             if arguments.json:
                 _say(report_json(report))
         case "trace":
-            options = _shape_options(arguments)
+            work = _work(arguments)
             from megatrain.commands.trace import trace_shape
 
-            trace_shape(arguments.shape, **options, **_given(arguments, "out", "png", "save"))
+            trace_shape(work, **_given(arguments, "steps", "warmup", "out", "png", "save"))
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -188,22 +191,24 @@ def _check_trace(arguments: argparse.Namespace, has_overrides: bool) -> None:
         )
 
 
-def _shape_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The common options of the commands that run steps of a shape."""
+def _work(arguments: argparse.Namespace, say: Callable[[str], None] = lambda text: None) -> Work:
+    """Steps of a shape, for `bench` and `trace`."""
     from megatrain.machine.machine import read_figures
 
     if arguments.machine is not None:
         read_figures(arguments.machine)  # report a wrong file before the imports below, which take seconds
-    from megatrain.commands.bench import plan_overrides
+    from megatrain.commands.bench.bench import Work, plan_overrides
 
-    return {
-        "rows": arguments.rows or SHAPE_ROWS,
-        "tokens": arguments.tokens or SHAPE_TOKENS,
-        "device": arguments.device or "auto",
-        "machine_file": arguments.machine,
-        "overrides": plan_overrides(arguments.option),
-        **_given(arguments, "steps", "warmup", "device_gib", "host_gib", "device_fraction"),
-    }
+    limits = _given(arguments, "device", "device_gib", "host_gib", "device_fraction")
+    return Work(
+        arguments.shape,
+        arguments.rows or SHAPE_ROWS,
+        arguments.tokens or SHAPE_TOKENS,
+        machine_file=arguments.machine,
+        overrides=plan_overrides(arguments.option),
+        say=say,
+        **{name: value for name, value in limits.items() if value is not None},
+    )
 
 
 def _config_file(given: str) -> Path:

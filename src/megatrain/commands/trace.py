@@ -1,7 +1,8 @@
-"""`megatrain trace`: some steps of a run, or of a shape with random weights, as a timeline. See docs/pipeline.md.
+"""`megatrain trace`: a timeline of some steps of a run, or of a shape with random weights. See docs/pipeline.md.
 
-The steps are a run's own: its engine, its batches, its plan. Nothing is written into the run's folder, and no weights are kept.
-What the instruments record for every step anyway is joined by visits of layers, the making of batches and, if asked for, a save.
+The steps are those of the run: its engine, its batches, its plan. Nothing is written to the run's folder, and no weights are
+kept. The trace has the spans that instruments record in every step, visits of layers, the making of batches and, on request, a
+save.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,72 +27,67 @@ from megatrain.run.engine_factory import make_engine
 from megatrain.run.folder import nearest_existing
 from megatrain.run.prepare import prepare
 
+if TYPE_CHECKING:
+    from megatrain.commands.bench.bench import Work
+
 Batch = dict[str, torch.Tensor]
 
 
 def trace_run(
     run: RunConfig, *, steps: int, warmup: int, out: Path, png: Path | None = None, save: bool = False
 ) -> dict[str, Any]:
-    """Trace steps of a run from its beginning.
+    """Trace the first steps of a run.
 
     Args:
         run: The config.
-        steps, warmup: Steps in the trace, and steps before them.
-        out: The JSON to write.
-        png: Where a picture of it goes.
-        save: Write a checkpoint under the first traced step, to a temporary folder; it is removed.
+        steps, warmup: Traced steps, and steps before them.
+        out: JSON file to write.
+        png: Image file to write.
+        save: Write a checkpoint to a temporary folder during the first traced step.
 
     Returns:
         The trace.
 
     Raises:
-        UserError: Something given is wrong, as for `train`; the engine is not the host engine.
+        UserError: A setting is wrong, as in `train`, or the engine is not the host engine.
         PlanRefused: The run does not fit the machine.
     """
     if run.engine != "host":
         raise UserError("only the host engine has a timeline", "engine: mesh", "use engine: host")
     quiet_libraries()
-    beside = nearest_existing(Path(run.run.dir).absolute().parent)  # where a checkpoint has room
+    beside = nearest_existing(Path(run.run.dir).absolute().parent)  # a disk with room for a checkpoint
     with tempfile.TemporaryDirectory(dir=beside) as scratch, RunLogger() as log:
         elsewhere = run.run.model_copy(update={"dir": str(Path(scratch) / "run")})
         prepared = prepare(run.model_copy(update={"run": elsewhere}), resume=None, log=log.info)
-        timed = _TimedBatches(prepared.loader.batch)
+        batches = _TimedBatches(prepared.loader.batch)
         checkpoint = Path(scratch) / "checkpoint" if save else None
         with make_engine(prepared.run, prepared.model_folder) as engine:
-            spans = take_steps(engine, timed, steps, warmup, prepared.learning_rate_at, checkpoint, log.info)
+            spans = _take_steps(engine, batches, steps, warmup, prepared.learning_rate_at, checkpoint, log.info)
         return _written(spans, f"megatrain: {prepared.model_folder.name}, {run.rows_per_step} rows", out, png, log.info)
 
 
 def trace_shape(
-    shape: str,
-    *,
-    rows: int,
-    tokens: int,
-    steps: int,
-    warmup: int,
-    out: Path,
-    png: Path | None = None,
-    save: bool = False,
-    **options: Any,
+    work: Work, *, steps: int, warmup: int, out: Path, png: Path | None = None, save: bool = False
 ) -> dict[str, Any]:
-    """Trace steps of a benchmark's shape; see `trace_run`. `options` are those of `bench.engine_for`."""
-    from megatrain.commands.bench import engine_for, random_batch
+    """Trace steps of a benchmark's shape; see `trace_run`."""
+    from megatrain.commands.bench.bench import engine_for, random_batch
 
     quiet_libraries()
     with (
         tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch,
         RunLogger() as log,
-        engine_for(shape, rows=rows, tokens=tokens, say=log.info, **options) as engine,
+        engine_for(replace(work, say=log.info)) as engine,
     ):
         checkpoint = Path(scratch) / "checkpoint" if save else None
         vocabulary = engine.config.get_text_config().vocab_size
-        timed = _TimedBatches(lambda number: random_batch(vocabulary, rows, tokens, number))
-        spans = take_steps(engine, timed, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
-        return _written(spans, f"megatrain: {Path(shape).name}, {rows} x {tokens} tokens", out, png, log.info)
+        batches = _TimedBatches(lambda number: random_batch(vocabulary, work.rows, work.tokens, number))
+        spans = _take_steps(engine, batches, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
+        title = f"megatrain: {Path(work.shape).name}, {work.rows} x {work.tokens} tokens"
+        return _written(spans, title, out, png, log.info)
 
 
 class _TimedBatches:
-    """A loader whose batches are recorded as they are made, in the thread that makes them."""
+    """A loader that records a span for each batch, in the thread that makes it."""
 
     def __init__(self, make: Callable[[int], Batch]):
         self._make = make
@@ -106,7 +103,7 @@ class _TimedBatches:
         return torch.zeros(0)
 
 
-def take_steps(
+def _take_steps(
     engine: Engine,
     batches: _TimedBatches,
     steps: int,
@@ -115,7 +112,7 @@ def take_steps(
     checkpoint: Path | None,
     say: Callable[[str], None],
 ) -> list[Span]:
-    """Run steps, the last `steps` of them traced; returns their spans, the updates behind the last step included."""
+    """Run steps and return the spans of the last `steps` of them, the updates after the last step included."""
     saving: list[Span] = []
     begin_s = 0.0
     with Prefetcher(batches, 0, warmup + steps) as ahead:
@@ -129,19 +126,14 @@ def take_steps(
             loss = "n/a" if result.loss is None else f"{result.loss:.4f}"
             say(f"step {number + 1} ({kind}): loss {loss}, {result.seconds['step']:.3f} s")
             if number == warmup and checkpoint is not None:
-                _save(engine, checkpoint, saving)
+                started = time.perf_counter()
+                engine.save(
+                    checkpoint,
+                    background=True,
+                    then=lambda _, start=started: saving.append(Span("checkpoint", "save", start, time.perf_counter())),
+                )
     engine.wait_saved()
     return [span for span in (*engine.end_trace(), *batches.spans, *saving) if span.end_s > begin_s]
-
-
-def _save(engine: Engine, checkpoint: Path, spans: list[Span]) -> None:
-    """A checkpoint in the background; its span is there when it is whole."""
-    started = time.perf_counter()
-    engine.save(
-        checkpoint,
-        background=True,
-        then=lambda _: spans.append(Span("checkpoint", "save", started, time.perf_counter())),
-    )
 
 
 def _written(spans: list[Span], title: str, out: Path, png: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
@@ -149,7 +141,7 @@ def _written(spans: list[Span], title: str, out: Path, png: Path | None, say: Ca
     try:
         out.write_text(json.dumps(trace), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", str(out), "give another place with --out") from None
+        raise UserError(f"cannot be written: {error.strerror}", str(out), "choose another path with --out") from None
     if png is not None:
         draw_trace(trace, png)
     say(f"wrote {out}" + (f" and {png}" if png else "") + "; open the JSON at https://ui.perfetto.dev")

@@ -1,84 +1,80 @@
-"""Bytes of a step by formula: host and device, line by line.
+"""Memory of a step by formula: host, device and disk, by purpose.
 
 [Note: held and working memory of a layer]
-`keep` is all that a compiled layer saves (see trace.py), per token. The other policies follow from it, with factors fitted to an
-H200 at Qwen3-8B's shape and 32 x 1024 tokens (measured / by formula, GiB):
+`keep` is everything that a compiled layer saves per token (see model_cost.py). The other policies follow from it, with factors
+fitted to an H200 at Qwen3-8B's shape and 32 x 1024 tokens (measured / by formula, GiB):
     held between forward and backward, the layer's output y included
         keep        keep                            4.20 / 4.19
         selective   y + 0.95 budget (keep - y)      2.12 / 2.12 (budget 0.5), 1.38 / 1.37 (0.3), 1.00 / 1.00 (0.2)
         recompute   y                               0.25
     at the worst moment of the layer's own backward
         1.12 keep + gradients of its weights        5.04 / 5.05 (keep), 5.12 / 5.05 (budget 0.5)
-Computed again, a layer needs no more than `keep` then: its input and output are counted elsewhere, and the products of the MLP
+A recomputed layer needs only `keep` at that moment: its input and output are counted elsewhere, and the products of the MLP
 have made room for their gradients (9.04 / 9.13 in all, three layers of Qwen2.5-7B on one row of 32,768 tokens).
-An eager layer saves 1.7 times as much (7.5 / 4.4). Two more policies hold what their names say and nothing else: `attention` what
-fused attention gave and the logarithms of its sums, `mlp` the results of the products in the layer's token-wise modules.
+An eager layer saves 1.7 times as much (7.5 / 4.4). Two policies hold what their names say and nothing else: `keep_attention` the
+output of fused attention and its log-sum-exp, `keep_mlp` the results of the products in the layer's token-wise modules.
 
 [Note: one layer of a long row]
-With the MLP in chunks of tokens, nothing of it is there at once but one chunk. The worst moment is then the attention's own
-backward. Beside the gradients of the layer's input and output there are four tensors as large as hidden states: the gradients
-behind the attention and of what attention gave, and two that wait because the compiler computes the gradients of both norms'
-weights together, at the end. Then what attention gave; queries, keys and values, their gradients; and the kernel's own sums: the
-queries' gradients in fp32 and, where several heads share keys and values, the gradients of these for every head. The other
-candidate is the MLP's backward: normed input, its gradient, the residual, queries, keys and values, what attention gave, and one
-chunk: what the MLP saves and a third more, because gradients take the place of the largest tensor; and the fp32 sums of its
-weights' gradients instead of their bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16,384 tokens,
-GiB in all:
-    65,536 tokens       recompute 10.15 / 10.28, attention 10.76 / 11.16
-    131,072 tokens      recompute and two inputs offloaded 17.17 / 17.43, attention 18.95 / 19.21
+With the MLP in chunks of tokens, only one chunk of it exists at a time, and the worst moment is attention's own backward. Beside
+the gradients of the layer's input and output there are four tensors as large as hidden states: the gradients behind attention and
+of its output, and two that are held because the compiler computes the gradients of both norms' weights together, at the end. Then
+the output of attention; queries, keys and values, and their gradients; and the kernel's own sums: the queries' gradients in fp32
+and, where several heads share keys and values, the gradients of these for every head. The other candidate is the MLP's backward:
+normed input, its gradient, the residual, queries, keys and values, the output of attention, and one chunk: what the MLP saves and
+a third more, because gradients take the place of the largest tensor; and the fp32 sums of its weights' gradients instead of their
+bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16,384 tokens, GiB in all:
+    65,536 tokens       recompute 10.15 / 10.28, keep_attention 10.76 / 11.16
+    131,072 tokens      recompute and two inputs offloaded 17.17 / 17.43, keep_attention 18.95 / 19.21
 
 [Note: the device's worst moment]
-All that the forward has kept is there when the head runs; then layers give theirs back, last one first, while gradients of
-resident units come and stay until the update. So the peak is looked for in the head, in the backward of the final norm, in each
-layer's backward and at the end. The head's gradient is summed in fp32 over its token chunks (4 bytes an element). Beside the sum
-there are, of the chunk in work, either two copies of the logits, or one and the part that is being made. Eager cross entropy has
+When the head runs, everything that the forward has kept is there. Then layers free theirs, last one first, while gradients of
+resident units accumulate until the update. So the peak is the maximum over the head, the backward of the final norm, the
+backward of each layer, and the end. The head's gradient is summed in fp32 over its token chunks (4 bytes per element). Beside the
+sum there are, of the current chunk, two copies of the logits, or one and the gradient being computed. Eager cross entropy holds
 its logits in fp32 three times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatrain.engine.plan import Policy
 from megatrain.optim.spec import OptimizerSpec
-from megatrain.planner.choice import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, Policy, StepSize
 from megatrain.planner.model_cost import ModelShape
+from megatrain.planner.plan import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, StepSize
 from megatrain.units import GIB
 
 PROCESS_BYTES = int(1.8 * GIB)
-"""Python, torch, the CUDA context and pinned odds and ends on the host: 1.8 GiB measured with all planes on the GPU."""
+"""Host memory of Python, torch, the CUDA context and small pinned buffers; measured with all planes on the GPU."""
 KERNEL_BYTES = 96 << 20
-"""Workspaces of matrix kernels, tables of the rotary embedding, and other small things on the device."""
+"""Device memory of matrix kernels' workspaces, rotary tables and other small tensors."""
 WORKSPACES = "kernel workspaces, inputs"
 EAGER_FACTOR = 1.7
 SELECTIVE_FACTOR = 0.95
 BACKWARD_FACTOR = 1.12
 RECOMPUTED_BACKWARD_FACTOR = 1.0
 MLP_CHUNK_FACTOR = 4 / 3
-"""Of what an MLP saves: activations and their gradients while one chunk's backward runs."""
+"""Activations and their gradients during one chunk's backward, relative to what the MLP saves."""
 KEPT_SHARE: dict[Policy, float] = {
-    "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET, "keep_attention": 0.0, "keep_mlp": 0.0, "recompute": 0.0
+    "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET,
+    "keep_attention": 0.0, "keep_mlp": 0.0, "recompute": 0.0,
 }  # fmt: skip
-"""Of what a layer could keep beside its output. See [Note: held and working memory of a layer]."""
+"""Share of the activations beside the layer's output that is kept. See [Note: held and working memory of a layer]."""
 
 
-def saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarray:
-    """Per token: all that each layer's backward can use, (L,) bytes; rows of `tokens`."""
+def _saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarray:
+    """(L,) bytes per token that each layer's backward can use, in rows of `tokens`."""
     factor = options.compute_bytes / 2 * (1.0 if options.compiled else EAGER_FACTOR)
     return np.array([cost.saved_bytes.at(tokens) for cost in shape.costs])[shape.group_index] * factor
 
 
-def held_bytes(shape: ModelShape, layer: int, policy: Policy, tokens: int, options: Options) -> float:
-    """Per token: what a layer holds between its forward and its backward beside its input; its output not included."""
-    return float(_held_of_policy(shape, tokens, options, (policy,) * shape.depth)[layer])
-
-
-def _held_of_policy(shape: ModelShape, tokens: int, options: Options, policies: Sequence[Policy]) -> np.ndarray:
-    """Per token: what each layer holds beside its input, (L,) bytes."""
+def held_bytes(shape: ModelShape, tokens: int, options: Options, policies: Sequence[Policy]) -> np.ndarray:
+    """(L,) bytes per token that each layer holds between forward and backward, without its input and its output."""
     output = shape.hidden * options.compute_bytes
-    rest = np.maximum(0.0, saved_by_layer(shape, tokens, options) - output)
+    rest = np.maximum(0.0, _saved_by_layer(shape, tokens, options) - output)
     held = rest * np.array([KEPT_SHARE[policy] for policy in policies])
     parts: dict[Policy, list[float]] = {
         "keep_attention": [cost.attention_saved_bytes.at(tokens) for cost in shape.costs],
@@ -91,14 +87,14 @@ def _held_of_policy(shape: ModelShape, tokens: int, options: Options, policies: 
 
 
 def working_bytes(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> np.ndarray:
-    """What each layer's backward needs at its worst moment, gradients of its weights not included, (L,) bytes.
+    """(L,) bytes at the worst moment of each layer's backward, without the gradients of its weights.
 
     See [Note: held and working memory of a layer] and [Note: one layer of a long row].
     """
-    tokens = Cut.of(step, choice).chunk_tokens
-    again = np.array([policy == "recompute" for policy in choice.policies])
-    factor = np.where(again, RECOMPUTED_BACKWARD_FACTOR, BACKWARD_FACTOR)
-    whole = factor * saved_by_layer(shape, step.tokens, options) * tokens
+    tokens = Cut.of(step, choice).microbatch_tokens
+    recomputed = np.array([policy == "recompute" for policy in choice.policies])
+    factor = np.where(recomputed, RECOMPUTED_BACKWARD_FACTOR, BACKWARD_FACTOR)
+    whole = factor * _saved_by_layer(shape, step.tokens, options) * tokens
     if choice.mlp_chunk_tokens is None:
         return whole
     hidden = shape.hidden * options.compute_bytes
@@ -106,14 +102,14 @@ def working_bytes(shape: ModelShape, step: StepSize, options: Options, choice: C
     scale = options.compute_bytes / 2
     worst = []
     for cost in shape.costs:
-        apart = cost.token_wise_bytes.at(step.tokens) * scale
+        in_chunks = cost.token_wise_bytes.at(step.tokens) * scale
         qkv = cost.attention_input_bytes.at(step.tokens) * scale
-        given = cost.attention_saved_bytes.at(step.tokens) * scale
-        shared = qkv < 2.9 * given  # several heads share keys and values
-        attention = (4 * hidden + 2 * qkv + given + (4 if shared else 2) * given) * tokens
+        output = cost.attention_saved_bytes.at(step.tokens) * scale
+        shared = qkv < 2.9 * output  # several heads share keys and values
+        attention = (4 * hidden + 2 * qkv + output + (4 if shared else 2) * output) * tokens
         sums = (4 - options.compute_bytes) * cost.token_wise_parameters
-        mlp = (3 * hidden + qkv + given) * tokens + MLP_CHUNK_FACTOR * apart * chunk + sums
-        worst.append(max(attention, mlp) if apart else np.inf)
+        mlp = (3 * hidden + qkv + output) * tokens + MLP_CHUNK_FACTOR * in_chunks * chunk + sums
+        worst.append(max(attention, mlp) if in_chunks else np.inf)
     return np.minimum(whole, np.array(worst)[shape.group_index])
 
 
@@ -137,43 +133,43 @@ def device_peak(shape: ModelShape, step: StepSize, options: Options, choice: Cho
 
 
 def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, float]:
-    """What is there all the time."""
+    """Memory in use for the whole step."""
     cut = Cut.of(step, choice)
     streamed = shape.layers[choice.resident_layers :]
     widest = max(streamed, default=0)
     slots = min(options.weight_slots, max(2, len(streamed))) if streamed else 2
     edges = shape.embedding * (not choice.resident_embedding) + shape.head * (not choice.resident_head)
-    state_bytes = options.optim.bytes_per_parameter
+    width = options.optim.bytes_per_parameter
     lines: dict[str, float] = {
-        f"resident units: weights and optimizer states ({state_bytes} bytes a parameter)": state_bytes
+        f"resident units: weights and optimizer states ({width} bytes a parameter)": width
         * choice.resident_elements(shape),
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
         "gradient staging": 2 * widest * options.transport_bytes,
         WORKSPACES: KERNEL_BYTES + 24 * step.all_tokens,
     }
-    if cut.chunks > 1 and options.transport_bytes < 4:
-        lines["gradient sum over chunks (fp32)"] = 4 * max(shape.layers)
+    if cut.microbatches > 1 and options.transport_bytes < 4:
+        lines["gradient sum over microbatches (fp32)"] = 4 * max(shape.layers)
     if choice.accumulation_steps > 1:
         lines["gradients of resident units (fp32)"] = 4 * choice.resident_elements(shape)
     return lines
 
 
-def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> list[tuple[dict[str, float], str]]:
-    """(what is there beside the fixed lines, when) of the moments that can be the worst; of the layers only the worst."""
+def _moments(
+    shape: ModelShape, step: StepSize, options: Options, choice: Choice
+) -> Iterator[tuple[dict[str, float], str]]:
+    """Candidates for the worst moment: (lines beside the fixed ones, name). Of the layers, only the worst."""
     cut = Cut.of(step, choice)
-    hidden = cut.window_tokens * shape.hidden * options.compute_bytes
+    hidden = cut.tokens * shape.hidden * options.compute_bytes
     inputs, held = _held_by_layer(shape, step, options, choice)
-    gradient = (
-        options.transport_bytes if choice.accumulation_steps == 1 else 0
-    )  # of resident units; fp32 sums are a fixed line
-    # [final norm] its fp32 copy of the input, its result before and after the weight, and the gradient of the result
-    norm = hidden * 3 + (cut.window_tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
-    norm_backward = norm + 12 * cut.window_tokens * shape.hidden
+    # of resident units; with several accumulation steps their fp32 sums are a fixed line
+    gradient = options.transport_bytes if choice.accumulation_steps == 1 else 0
+    # the final norm: an fp32 copy of its input, its result before and after the weight, and the gradient of the result
+    norm = hidden * 3 + (cut.tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
+    norm_backward = norm + 12 * cut.tokens * shape.hidden
     if choice.mlp_chunk_tokens is not None and shape.norm_in_chunks:
         norm, norm_backward = 2 * hidden, 3 * hidden
     in_flight = 2 * hidden if choice.offloaded else 0
-    all_inputs, all_held = float(inputs.sum()) + hidden, float(held.sum())
     matrix = shape.head_matrix
     part = matrix * options.compute_bytes
     entries = cut.head_tokens * shape.vocabulary
@@ -182,27 +178,22 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
     head_sum = 0
     if cut.head_chunks > 1:
         head_sum = 4 * matrix
-        # the second chunk's sum is made beside both parts
+        # the sum is created by the second chunk, beside the gradients of both
         head_work = max(head_work, part) if cut.head_chunks > 2 else max(head_work + part - head_sum, 2 * part)
-    done_sum = head_sum or part
-    kept = {"layer inputs": all_inputs, "kept activations": all_held}
-    moments: list[tuple[dict[str, float], str]] = [
-        (
-            {**kept, "final norm": norm, "gradient of the head": head_sum, "logits and head workspace": head_work},
-            "head",
-        ),
-        (
-            {**kept, "final norm": norm_backward, "gradient of the head": done_sum},
-            "final norm's backward",
-        ),
-    ]
+    head_gradient = head_sum or part
+    kept = {"layer inputs": float(inputs.sum()) + hidden, "kept activations": float(held.sum())}
+    yield (
+        {**kept, "final norm": norm, "gradient of the head": head_sum, "logits and head workspace": head_work},
+        "head",
+    )
+    yield {**kept, "final norm": norm_backward, "gradient of the head": head_gradient}, "final norm's backward"
     # a tied head's gradient waits for the embedding's; a streamed one's leaves during the last layer's backward
-    head_waits = done_sum if shape.tied else shape.head * gradient * choice.resident_head
+    head_waits = head_gradient if shape.tied else shape.head * gradient * choice.resident_head
     leaving = np.zeros(shape.depth)
     leaving[-1] = 0 if shape.tied else shape.head * options.transport_bytes
     resident = shape.sizes * gradient * (np.arange(shape.depth) < choice.resident_layers)
-    own = held / cut.chunks  # of the chunk in work
-    during = {  # of each layer's backward
+    own = held / cut.microbatches  # of the microbatch in its backward
+    during = {  # by layer
         "layer inputs": np.cumsum(inputs) + in_flight + hidden * (options.segment - 1),
         "kept activations": np.cumsum(held),
         "gradients of hidden states": np.full(shape.depth, 2.0 * hidden),
@@ -212,14 +203,14 @@ def _moments(shape: ModelShape, step: StepSize, options: Options, choice: Choice
         "gradients of resident layers": np.cumsum(resident[::-1])[::-1],
     }
     worst = int(np.argmax(sum(during.values())))
-    moments.append(({name: float(sizes[worst]) for name, sizes in during.items()}, f"backward of layer {worst}"))
+    yield {name: float(sizes[worst]) for name, sizes in during.items()}, f"backward of layer {worst}"
     end = {
         "gradients of hidden states": hidden,
         "gradient of the embedding": shape.embedding * (options.compute_bytes + options.transport_bytes),
         "gradient of the head": head_waits,
         "gradients of resident layers": float(resident.sum()),
     }
-    return [*moments, (end, "end of the backward")]
+    yield end, "end of the backward"
 
 
 def _held_by_layer(
@@ -227,13 +218,13 @@ def _held_by_layer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(input, kept activations) of each layer on the device while the head runs; (L,) bytes each."""
     cut = Cut.of(step, choice)
-    hidden = cut.window_tokens * shape.hidden * options.compute_bytes
+    hidden = cut.tokens * shape.hidden * options.compute_bytes
     layers = np.arange(shape.depth)
     inputs = np.where((layers >= choice.offloaded) & (layers % options.segment == 0), float(hidden), 0.0)
-    held = _held_of_policy(shape, step.tokens, options, choice.policies)
-    # with several chunks the joined output is a copy, beside the parts that belong to the graphs
-    copies = hidden * (held > 0) if cut.chunks > 1 else 0.0
-    return inputs, held * cut.window_tokens + copies
+    held = held_bytes(shape, step.tokens, options, choice.policies)
+    # with several microbatches the joined output is a copy, beside the parts that belong to the graphs
+    copies = hidden * (held > 0) if cut.microbatches > 1 else 0.0
+    return inputs, held * cut.tokens + copies
 
 
 def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:
@@ -242,9 +233,9 @@ def host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choi
 
 
 def cpu_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> Lines:
-    """Host memory of a run on the CPU, where the device's buffers and activations are host memory, too.
+    """Host memory of a run on the CPU: planes, and the buffers and activations that a GPU run has on the device.
 
-    The process itself is not counted: it exists when this is compared with the memory that is still available.
+    The process itself is not counted, because it exists already when available memory is measured.
     """
     lines = {**_host_lines(shape, step, options, choice), **device_peak(shape, step, options, choice).lines}
     lines[WORKSPACES] -= KERNEL_BYTES
@@ -264,34 +255,28 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
     for state in options.optim.states:
         lines[f"{state.name}: {state.label} ({state.dtype.itemsize})"] = state.dtype.itemsize * elements
     width = options.gradient_bytes(choice.accumulation_steps)
-    if width:
-        lines[f"gradients of a step ({width})"] = width * elements
+    lines[f"gradients of a step ({width})"] = width * elements
     streamed = shape.layers[choice.resident_layers :]
     widest = max(streamed, default=0)
     edges = [
-        size
-        for size, on in ((shape.embedding, choice.resident_embedding), (shape.head, choice.resident_head))
-        if not on
+        shape.embedding * (not choice.resident_embedding),
+        shape.head * (not choice.resident_head),
     ]
     if not options.gradient_plane or choice.accumulation_steps > 1 or options.staged:
         slabs = max(1, min(options.gradient_slabs, len(streamed)))
-        lines[f"{slabs} gradient slabs, and of embedding and head"] = (
-            slabs * widest + sum(edges)
-        ) * options.transport_bytes
+        in_slabs = slabs * widest + sum(edges)
+        lines[f"{slabs} gradient slabs, and of embedding and head"] = in_slabs * options.transport_bytes
     if options.staged:
-        lines["staging buffers"] = 2 * max([widest, *edges]) * options.stream_bytes
-    if choice.offloaded:
-        lines[f"offloaded inputs of {choice.offloaded} layers"] = (
-            choice.offloaded * cut.window_tokens * shape.hidden * options.compute_bytes
-        )
+        lines["staging buffers"] = 2 * max(widest, *edges) * options.stream_bytes
+    hidden = cut.tokens * shape.hidden * options.compute_bytes
+    lines[f"offloaded inputs of {choice.offloaded} layers"] = choice.offloaded * hidden
     return {name: int(size) for name, size in lines.items() if size}
 
 
 def disk_lines(shape: ModelShape, optim: OptimizerSpec) -> Lines:
     """Bytes of one checkpoint."""
-    rest = optim.bytes_per_parameter - 2
+    states, rest = ", ".join(["lo", *optim.state_dtypes]), optim.bytes_per_parameter - 2
     return {
         "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
-        f"the rest of the fp32 master and optimizer states: {', '.join(['lo', *optim.state_dtypes])} ({rest})": rest
-        * shape.parameters,
+        f"the rest of the fp32 master and optimizer states: {states} ({rest})": rest * shape.parameters,
     }

@@ -1,48 +1,203 @@
-"""`plan`: from a model's shape, a machine, a step and caps to a `Plan`, or to a refusal with its ledger. Pure.
-
-`Plan.execution` is what the engine follows; `report.py` prints a plan.
-"""
+"""What the planner is asked and what it answers: plain data that its modules share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.engine.plan import ExecutionPlan, Place
-from megatrain.errors import PlanRefused
+from megatrain.engine.plan import ExecutionPlan, Place, Policy
 from megatrain.machine.machine import Machine
-from megatrain.planner.choice import SELECTIVE_BUDGET, Caps, Choice, Lines, Options, Policy, StepSize
-from megatrain.planner.memory import device_peak, disk_lines, host_lines
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.model_cost import ModelShape
-from megatrain.planner.refusal import Asked, refusal
-from megatrain.planner.search import Search
-from megatrain.planner.timeline import Timeline, simulate
-from megatrain.units import GIB
+from megatrain.units import DtypeName
 
-DEVICE_FRACTION = 0.92
-"""Of the device's memory, unless `memory.device_fraction` says otherwise; the rest is for the allocator's gaps and for what the
-formulas do not see."""
+if TYPE_CHECKING:
+    from megatrain.planner.timeline import Timeline
+
+SELECTIVE_BUDGET = 0.5
+"""Activation memory budget of selective layers: keeps nearly all matrix products and recomputes pointwise operations."""
+
+Lines = Mapping[str, int]
+"""Bytes by purpose."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """An optimizer step: `rows` rows of `tokens` tokens each."""
+
+    rows: int
+    tokens: int
+
+    @property
+    def all_tokens(self) -> int:
+        return self.rows * self.tokens
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Bytes that a run may use."""
+
+    host_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Decisions of the user. None and `auto` leave a decision to the planner.
+
+    Attributes:
+        optim: The optimizer.
+        compute: Dtype of forward and backward.
+        transport_bytes: Bytes per gradient element on the link to the host.
+        gradient_plane: False updates weights as gradients arrive; no clipping and no resident units then.
+        compiled: Whether layers are compiled. Eager layers hold and cost more, and cannot be selective.
+        policy: Activation policy of all layers.
+        accumulation_steps, microbatch_rows, head_chunk_tokens: How the step is cut.
+        mlp_chunk_tokens: Tokens that a token-wise MLP computes together.
+        segment: K keeps the input of every K-th layer only.
+        weight_slots, gradient_slabs: Numbers of buffers.
+        staged: Planes are not pinned; copies go through two pinned buffers.
+        threads: AdamW threads.
+        offload_input: Offload inputs of recomputed layers: as many as necessary, all, or none.
+    """
+
+    optim: OptimizerSpec = field(default_factory=AdamW)
+    compute: DtypeName = "bf16"
+    transport_bytes: int = 2
+    gradient_plane: bool = True
+    compiled: bool = True
+    policy: Literal["auto"] | Policy = "auto"
+    accumulation_steps: int | None = None
+    microbatch_rows: int | None = None
+    head_chunk_tokens: int | None = None
+    mlp_chunk_tokens: int | None = None
+    segment: int = 1
+    weight_slots: int = 2
+    gradient_slabs: int = 12
+    staged: bool = False
+    threads: int | None = None
+    offload_input: Literal["auto", "on", "off"] = "auto"
+
+    @property
+    def compute_bytes(self) -> int:
+        return 4 if self.compute == "fp32" else 2
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device bytes of a streamed weight: the copied plane, and with fp16 also its cast."""
+        return {"bf16": 2, "fp16": 6, "fp32": 4}[self.compute]
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of a weight on the link."""
+        return 2 if self.compute == "bf16" else 4
+
+    def gradient_bytes(self, accumulation_steps: int) -> int:
+        """Bytes per element of the gradient plane; sums over accumulation steps are fp32."""
+        if not self.gradient_plane:
+            return 0
+        return 4 if accumulation_steps > 1 else self.transport_bytes
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything that a plan depends on."""
+
+    shape: ModelShape
+    machine: Machine
+    step: StepSize
+    caps: Caps
+    options: Options
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a step.
+
+    Attributes:
+        resident_layers: Number of layers, counted from the first, that live on the device.
+        resident_embedding, resident_head: Whether these live on the device.
+        policies: Activation policy of each layer.
+        offloaded: Number of layers, counted from the first, whose input is offloaded to the host.
+        accumulation_steps: Passes over the layers.
+        microbatch_rows: Rows that a layer computes together.
+        head_chunk_tokens: Tokens whose logits exist at the same time.
+        mlp_chunk_tokens: Tokens that an MLP and the final norm compute together; None: a whole microbatch.
+    """
+
+    resident_layers: int
+    resident_embedding: bool
+    resident_head: bool
+    policies: tuple[Policy, ...]
+    offloaded: int
+    accumulation_steps: int
+    microbatch_rows: int
+    head_chunk_tokens: int
+    mlp_chunk_tokens: int | None = None
+
+    def resident_elements(self, shape: ModelShape) -> int:
+        edges = shape.embedding * self.resident_embedding + shape.head * self.resident_head
+        return sum(shape.layers[: self.resident_layers]) + edges
+
+    def is_resident(self, unit: str) -> bool:
+        if unit == "embedding":
+            return self.resident_embedding
+        if unit == "head":
+            return self.resident_head
+        return int(unit.removeprefix("layer.")) < self.resident_layers
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A step cut into accumulation steps, microbatches and head chunks; sizes of the largest ones.
+
+    Attributes:
+        rows, tokens: Of one accumulation step.
+        microbatches, microbatch_tokens: Microbatches of an accumulation step; tokens of one.
+        head_chunks, head_tokens: Head chunks of an accumulation step; tokens of one.
+    """
+
+    rows: int
+    tokens: int
+    microbatches: int
+    microbatch_tokens: int
+    head_chunks: int
+    head_tokens: int
+
+    @classmethod
+    def of(cls, step: StepSize, choice: Choice) -> Cut:
+        rows = -(-step.rows // choice.accumulation_steps)
+        microbatches = -(-rows // choice.microbatch_rows)
+        tokens = rows * step.tokens
+        return cls(
+            rows=rows,
+            tokens=tokens,
+            microbatches=microbatches,
+            microbatch_tokens=-(-rows // microbatches) * step.tokens,
+            head_chunks=-(-tokens // choice.head_chunk_tokens),
+            head_tokens=min(choice.head_chunk_tokens, tokens),
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run's steps are computed, and what that takes.
+    """How a run's steps are computed, with their predicted memory and time.
 
     Attributes:
-        model, machine: Names, for people.
-        parameters: Of the model.
+        model, machine: Names.
+        parameters: Parameters of the model.
         step: The step that was planned.
-        options: What the user had decided.
-        choice: What the plan decided.
-        threads: Of AdamW.
+        options, choice: Decisions of the user, and of the planner.
+        threads: AdamW threads.
         placement: Where each unit lives, in forward order.
-        host, device, disk: Bytes by plane and buffer; the device's at its worst moment, the disk's of one checkpoint.
-        device_moment: When the device's worst moment is.
-        caps: What was allowed.
+        host, device, disk: Bytes by purpose; the device's at its worst moment, the disk's of one checkpoint.
+        device_moment: Name of the device's worst moment.
+        caps: Bytes that were allowed.
         timeline: Predicted seconds.
-        steps: Length of the run, None where it is not known.
-        warnings: Of what can be planned and not run, for people.
+        steps: Length of the run, None if unknown.
+        warnings: Reasons why a run with this plan would be refused.
     """
 
     model: str
@@ -76,23 +231,24 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Predicted seconds of a step."""
         return self.timeline.step
 
     @property
     def tokens_per_s(self) -> float:
-        return self.step.all_tokens / self.timeline.step
+        return self.step.all_tokens / self.seconds
 
     @property
     def total_seconds(self) -> float | None:
-        return None if self.steps is None else self.steps * self.timeline.step
+        """Predicted seconds of the run, None if its length is unknown."""
+        return None if self.steps is None else self.steps * self.seconds
 
     def layers_with(self, policy: Policy) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(self.choice.policies) if p == policy)
 
     @property
     def execution(self) -> ExecutionPlan:
-        """What the engine follows."""
+        """The part that the engine follows."""
         choice, options = self.choice, self.options
         return ExecutionPlan(
             placement=self.placement,
@@ -112,23 +268,16 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The plan as JSON data."""
+        caps = self.caps
         return {
             **{name: getattr(self, name) for name in ("model", "machine", "parameters", "threads", "steps")},
             "rows": self.step.rows,
             "tokens_per_row": self.step.tokens,
-            "placement": dict(self.placement),
-            "policies": list(self.choice.policies),
-            "offloaded_layers": self.choice.offloaded,
-            "accumulation_steps": self.choice.accumulation_steps,
-            "microbatch_rows": self.choice.microbatch_rows,
-            "head_chunk_tokens": self.choice.head_chunk_tokens,
-            "mlp_chunk_tokens": self.choice.mlp_chunk_tokens,
-            "gradient_slabs": self.options.gradient_slabs,
-            "weight_slots": self.options.weight_slots,
-            "host_bytes": {**self.host, "total": self.host_bytes, "allowed": self.caps.host_bytes},
+            "execution": self.execution.as_dict(),
+            "host_bytes": {**self.host, "total": self.host_bytes, "allowed": caps.host_bytes},
             "device_bytes": {
-                **self.device, "total": self.device_bytes, "allowed": self.caps.device_bytes, "moment": self.device_moment
+                **self.device, "total": self.device_bytes, "allowed": caps.device_bytes, "moment": self.device_moment
             },
             "disk_bytes": {**self.disk, "total": sum(self.disk.values())},
             "seconds": {"step": self.seconds, **self.timeline.phases, "gpu_compute": self.timeline.compute},
@@ -139,76 +288,3 @@ class Plan:
             "options": asdict(self.options),
             "warnings": list(self.warnings),
         }  # fmt: skip
-
-
-def caps_for(
-    machine: Machine,
-    *,
-    host_gib: float | None = None,
-    device_gib: float | None = None,
-    device_fraction: float = DEVICE_FRACTION,
-) -> Caps:
-    """What a run may use: what the machine has or the user's caps, whichever is less; `device_fraction` of the device."""
-    host = machine.host_gib if host_gib is None else min(machine.host_gib, host_gib)
-    device = machine.device_gib if device_gib is None else min(machine.device_gib, device_gib)
-    return Caps(int(host * GIB), int(device * GIB * device_fraction))
-
-
-def plan(
-    shape: ModelShape,
-    machine: Machine,
-    step: StepSize,
-    caps: Caps | None = None,
-    options: Options | None = None,
-    *,
-    steps: int | None = None,
-) -> Plan:
-    """The fastest way to run a step within the caps.
-
-    Args:
-        shape: The model; see `shape_of`.
-        machine: Its figures; it must have a GPU.
-        step: Rows and tokens of an optimizer step.
-        caps: Bytes that may be used, by default all that the machine has.
-        options: What is decided already.
-        steps: Length of the run, for the total time.
-
-    Raises:
-        PlanRefused: Nothing fits. The message is the ledger of what comes nearest, with the ways down.
-    """
-    assert machine.device_gib > 0, f"{machine.name} has no GPU to plan for"
-    caps, options = caps or caps_for(machine), options or Options()
-    best = Search(shape, machine, step, caps, options).best()
-    if best is None:
-        raise PlanRefused(refusal(Asked(shape, machine, step, caps, options)))
-    return _made(shape, machine, step, caps, options, best.choice, steps)
-
-
-def plan_of(
-    shape: ModelShape, machine: Machine, step: StepSize, choice: Choice, options: Options | None = None
-) -> Plan:
-    """The plan of a given choice, whether or not it fits: for comparing with measurements."""
-    return _made(shape, machine, step, caps_for(machine), options or Options(), choice, None)
-
-
-def _made(
-    shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, options: Options, choice: Choice, steps: int | None
-) -> Plan:
-    device = device_peak(shape, step, options, choice)
-    return Plan(
-        model=shape.name,
-        machine=machine.name,
-        parameters=shape.parameters,
-        step=step,
-        options=options,
-        choice=choice,
-        threads=options.threads or machine.threads,
-        placement={name: "device" if choice.is_resident(name) else "host" for name in shape.unit_elements},
-        host=host_lines(shape, step, options, choice),
-        device=device.lines,
-        disk=disk_lines(shape, options.optim),
-        device_moment=device.moment,
-        caps=caps,
-        timeline=simulate(shape, machine, step, options, choice),
-        steps=steps,
-    )

@@ -1,7 +1,7 @@
-"""Why a plan is refused: the ledger of what comes nearest, and the ways down, each of them tried. Pure.
+"""The text of a refused plan: memory of the closest choice, and ways to reduce it, each of which was tried.
 
-A way down is something that a user can set. Some come in sizes (how many rows, how long they are): of these the mildest that fits
-is said. Where no single way is enough, every two of them are tried together.
+A remedy is a setting of the user. Some come in sizes (how many rows, how long they are): the mildest that fits is named. If no
+single remedy is enough, all pairs are tried.
 """
 
 from __future__ import annotations
@@ -13,59 +13,35 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatrain.config.schema import RunConfig
-from megatrain.machine.machine import Machine
-from megatrain.planner.choice import Caps, Choice, Lines, Options, StepSize
 from megatrain.planner.memory import PROCESS_BYTES, device_peak, host_lines
-from megatrain.planner.model_cost import ModelShape
+from megatrain.planner.plan import Choice, Lines, PlanRequest, StepSize
 from megatrain.planner.search import Search
 from megatrain.units import abbreviated, counted, gib, size_lines
 
 LEAST_ROW_TOKENS = 256
-"""Rows are not offered shorter than this."""
+"""Shorter rows are not suggested."""
 MOST_PAIRS = 5
 
-
-@dataclass(frozen=True)
-class Asked:
-    """What was asked of the planner; see `plan`."""
-
-    shape: ModelShape
-    machine: Machine
-    step: StepSize
-    caps: Caps
-    options: Options
-
-    def search(self) -> Search:
-        return Search(self.shape, self.machine, self.step, self.caps, self.options)
-
-    def with_(self, *changes: Change) -> Asked:
-        options, step = self.options, self.step
-        for change in changes:
-            options = replace(options, **change.options)
-            step = replace(step, **change.step)
-        return replace(self, options=options, step=step)
-
-    def fits_with(self, change: Change) -> bool:
-        return self.with_(change).search().any_fits()
+Place = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that can be set: its words, and what it replaces of the options and of the step."""
+    """A setting: its text, and what it replaces in the options and in the step."""
 
-    words: str
+    text: str
     options: dict[str, object]
     step: dict[str, int]
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way down.
+class Remedy:
+    """A way to reduce memory.
 
     Attributes:
-        name: Its words where it does not matter which of the changes it is.
-        changes: From the mildest to the strongest; one that is stronger needs no more memory.
-        comment: What it costs or gives, for people.
+        name: Text for all its changes together.
+        changes: From the mildest to the strongest; a stronger one needs no more memory than a milder one.
+        comment: Its price or gain.
     """
 
     name: str
@@ -77,45 +53,44 @@ class Way:
 class Fit:
     """Changes with which the run fits, and its predicted speed then."""
 
-    words: str
+    text: str
     tokens_per_s: float
 
 
-def refusal(asked: Asked) -> str:
-    """The ledger of the choice that comes nearest, and the ways down with what each comes to."""
-    shape, step, caps, options = asked.shape, asked.step, asked.caps, asked.options
-    choice = asked.search().leanest()
+def refusal(request: PlanRequest) -> str:
+    """The memory of the closest choice, and the remedies with their results."""
+    shape, step, caps, options = request.shape, request.step, request.caps, request.options
+    choice = Search(request).closest()
     host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice)
     resident = choice.resident_elements(shape)
     text = [
         f"{shape.name} ({abbreviated(shape.parameters)} parameters), {counted(step.rows, 'row')} x "
-        f"{counted(step.tokens, 'token')} a step, does not fit {asked.machine.name}"
+        f"{counted(step.tokens, 'token')} a step, does not fit {request.machine.name}"
     ]
     for place, lines, allowed in (("host", host, caps.host_bytes), ("device", device.lines, caps.device_bytes)):
         needed = sum(lines.values())
         verdict = f"{gib(needed - allowed)} too much" if needed > allowed else "fits"
-        # What is resident need not be: the host has too little room for it.
+        # resident units could move to the host, if the host had room for them
         used = "used" if place == "device" and resident else "needed at least"
         text.append(f"  {place} memory: {gib(needed)} {used}, {gib(allowed)} allowed: {verdict}")
         text += size_lines(lines)
     if resident:
         text.append(f"  ({abbreviated(resident)} parameters are on the device already)")
-    too_much: set[Place] = {"host"} if sum(host.values()) > caps.host_bytes else set()
-    # Offloaded inputs are on the host because the device is too small for them, and several windows have fp32 gradients there.
+    too_small: set[Place] = {"host"} if sum(host.values()) > caps.host_bytes else set()
+    # inputs are offloaded, and gradients of several accumulation steps are fp32, because the device is too small
     several = choice.accumulation_steps > 1 and options.accumulation_steps is None
     if device.nbytes > caps.device_bytes or choice.offloaded > 0 or several:
-        too_much.add("device")
-    text.append("  ways down:")
-    text += [f"    - {line}" for line in _ways_down(asked, choice, too_much)]
+        too_small.add("device")
+    text.append("  how to reduce it:")
+    text += [f"    - {line}" for line in _reductions(request, choice, too_small)]
     return "\n".join(text)
 
 
 def cpu_refusal(lines: Lines, allowed: int, run: RunConfig) -> str:
-    """Why a run on the CPU does not fit: its memory by purpose, and how to reduce it."""
-    needed = sum(lines.values())
+    """The memory of a run on the CPU, and how to reduce it."""
     cap = "" if run.memory.host_gib == "auto" else f" (memory.host_gib: {run.memory.host_gib:g})"
-    text = [f"not enough host memory: {gib(needed)} needed, {gib(allowed)} available{cap}", *size_lines(lines)]
-    text.append("  how to reduce it:")
+    text = [f"not enough host memory: {gib(sum(lines.values()))} needed, {gib(allowed)} available{cap}"]
+    text += [*size_lines(lines), "  how to reduce it:"]
     if run.batch.accumulation_steps == 1:
         text.append("    - batch.accumulation_steps: 2 or more keeps fewer layer inputs at a time")
     if run.memory.gradient_plane:
@@ -124,97 +99,104 @@ def cpu_refusal(lines: Lines, allowed: int, run: RunConfig) -> str:
     return "\n".join([*text, "    - shorter rows (data.max_tokens), a smaller model, or a machine with more memory"])
 
 
-Place = Literal["host", "device"]
-
-
-def _ways_down(asked: Asked, choice: Choice, too_much: set[Place]) -> list[str]:
-    ways, lines, enough = _ways(asked, choice, too_much), [], False
-    for way in ways:
-        fit = _fit(asked, way)
-        enough = enough or fit is not None
-        verdict = f"then it fits, {fit.tokens_per_s:,.0f} tokens/s" if fit else "that alone is not enough"
-        lines.append(f"{fit.words if fit else way.name}{way.comment}; {verdict}")
-    if not enough:
-        found = [fit for pair in itertools.combinations(ways, 2) if (fit := _fit(asked, *pair)) is not None]
-        found.sort(key=lambda fit: -fit.tokens_per_s)
-        lines += [
-            f"together: {fit.words}; then it fits, {fit.tokens_per_s:,.0f} tokens/s" for fit in found[:MOST_PAIRS]
-        ]
-        if len(ways) > 1 and not found:
-            lines.append("no two of these together are enough")
-    if "device" in too_much:
+def _reductions(request: PlanRequest, choice: Choice, too_small: set[Place]) -> list[str]:
+    remedies = _remedies(request, choice, too_small)
+    lines: list[str] = []
+    fits = [_fit(request, remedy) for remedy in remedies]
+    for remedy, fit in zip(remedies, fits, strict=True):
+        verdict = f"then it fits, {fit.tokens_per_s:,.0f} tokens/s" if fit else "not enough alone"
+        lines.append(f"{fit.text if fit else remedy.name}{remedy.comment}; {verdict}")
+    if not any(fits):
+        pairs = [fit for pair in itertools.combinations(remedies, 2) if (fit := _fit(request, *pair)) is not None]
+        pairs.sort(key=lambda fit: -fit.tokens_per_s)
+        lines += [f"together: {fit.text}; then it fits, {fit.tokens_per_s:,.0f} tokens/s" for fit in pairs[:MOST_PAIRS]]
+        if len(remedies) > 1 and not pairs:
+            lines.append("no two of these are enough together")
+    if "device" in too_small:
         lines.append("a larger device, or a higher memory.device_gib")
-    if "host" in too_much:
-        lines += _of_the_host(asked, choice)
+    if "host" in too_small:
+        lines += _host_needed(request, choice)
     return lines
 
 
-def _fit(asked: Asked, *ways: Way) -> Fit | None:
-    """The mildest changes, one of each way, with which the run fits."""
-    *others, last = ways
-    for first in itertools.product(*(way.changes for way in others)):
-        partly = asked.with_(*first)
-        number = bisect.bisect_left(last.changes, True, key=partly.fits_with)
+def _changed(request: PlanRequest, *changes: Change) -> PlanRequest:
+    for change in changes:
+        request = replace(
+            request, options=replace(request.options, **change.options), step=replace(request.step, **change.step)
+        )
+    return request
+
+
+def _fit(request: PlanRequest, *remedies: Remedy) -> Fit | None:
+    """The mildest changes, one of each remedy, with which the run fits."""
+    *others, last = remedies
+    for first in itertools.product(*(remedy.changes for remedy in others)):
+        partly = _changed(request, *first)
+        number = bisect.bisect_left(
+            last.changes, True, key=lambda change, start=partly: Search(_changed(start, change)).any_fits()
+        )
         if number == len(last.changes):
             continue
         changes = (*first, last.changes[number])
-        changed = partly.with_(changes[-1])
-        best = changed.search().best()
+        changed = _changed(request, *changes)
+        best = Search(changed).best()
         if best is not None:
-            words = " with ".join(change.words for change in changes)
-            return Fit(words + _new_step(asked.step, changed.step), changed.step.all_tokens / best.timeline.step)
+            text = " with ".join(change.text for change in changes)
+            return Fit(text + _new_step(request.step, changed.step), changed.step.all_tokens / best.seconds)
     return None
 
 
 def _new_step(old: StepSize, new: StepSize) -> str:
-    """The keys of the config that say it."""
+    """The config keys of a changed step."""
     keys = [f"data.max_tokens: {new.tokens}"] if new.tokens != old.tokens else []
     keys += [f"batch.tokens_per_step: {new.all_tokens}"] if new != old else []
     return f" ({', '.join(keys)})" if keys else ""
 
 
-def _ways(asked: Asked, choice: Choice, too_much: set[Place]) -> list[Way]:
-    """What can be set in the run's file. Those with many changes come last, where `_fit` looks for one in few tries."""
-    step, options, ways = asked.step, asked.options, list[Way]()
-    if options.gradient_plane and options.compute != "fp16" and "host" in too_much:
+def _remedies(request: PlanRequest, choice: Choice, too_small: set[Place]) -> list[Remedy]:
+    """Settings of the run's file that may help. Those with many sizes come last, where `_fit` needs few trials."""
+    options, found = request.options, list[Remedy]()
+
+    def add(text: str, options: dict[str, object], comment: str) -> None:
+        found.append(Remedy(text, [Change(text, options, {})], comment))
+
+    if options.gradient_plane and options.compute != "fp16" and "host" in too_small:
         width = options.gradient_bytes(choice.accumulation_steps)
-        less = gib(width * (asked.shape.parameters - choice.resident_elements(asked.shape)))
-        words = "without clipping (optim.max_grad_norm: null, memory.gradient_plane: false)"
-        change = Change(words, {"gradient_plane": False, "accumulation_steps": 1}, {})
-        ways.append(Way(words, [change], f": {width} bytes a parameter less, {less}"))
-    if options.accumulation_steps is not None and options.accumulation_steps > 1 and "host" in too_much:
-        words = "batch.accumulation_steps: 1"
+        less = gib(width * (request.shape.parameters - choice.resident_elements(request.shape)))
+        text = "without clipping (optim.max_grad_norm: null, memory.gradient_plane: false)"
+        changes = {"gradient_plane": False, "accumulation_steps": 1}
+        add(text, changes, f": {width} bytes a parameter less, {less}")
+    if options.accumulation_steps is not None and options.accumulation_steps > 1 and "host" in too_small:
         comment = f": gradients in {options.transport_bytes} bytes instead of 4"
-        ways.append(Way(words, [Change(words, {"accumulation_steps": 1}, {})], comment))
-    if "device" in too_much:
+        add("batch.accumulation_steps: 1", {"accumulation_steps": 1}, comment)
+    if "device" in too_small:
         if options.policy in ("keep", "selective"):
-            words = "activations.policy: auto"
-            ways.append(Way(words, [Change(words, {"policy": "auto"}, {})], ", which keeps what fits"))
+            add("activations.policy: auto", {"policy": "auto"}, ", which keeps what fits")
         if options.segment == 1:
-            words = "activations.segment: 4"
-            change = Change(words, {"segment": 4, "policy": "recompute"}, {})
-            ways.append(Way(words, [change], ", which keeps every 4th layer's input"))
-        ways += _smaller_steps(step)
-    return ways
+            changes = {"segment": 4, "policy": "recompute"}
+            add("activations.segment: 4", changes, ", which keeps every 4th layer's input")
+        found += _smaller_steps(request.step)
+    return found
 
 
-def _smaller_steps(step: StepSize) -> list[Way]:
-    """Shorter rows, then fewer of them."""
+def _smaller_steps(step: StepSize) -> list[Remedy]:
+    """Shorter rows, and fewer rows."""
     halves = list(itertools.takewhile(lambda n: n >= LEAST_ROW_TOKENS, (step.tokens >> n for n in range(1, 64))))
     shorter = [Change(f"shorter rows: {step.rows} of {n:,} tokens", {}, {"tokens": n}) for n in halves]
     fewer = [Change(f"fewer rows: {counted(n, 'row')} a step", {}, {"rows": n}) for n in range(step.rows - 1, 0, -1)]
-    return [
-        *([Way("shorter rows", shorter, ", as long as fit")] if shorter else []),
-        *([Way("fewer rows a step", fewer, ", as many as fit")] if fewer else []),
-    ]
+    remedies = (
+        Remedy("shorter rows", shorter, ", the longest that fit"),
+        Remedy("fewer rows a step", fewer, ", the most that fit"),
+    )
+    return [remedy for remedy in remedies if remedy.changes]
 
 
-def _of_the_host(asked: Asked, choice: Choice) -> list[str]:
-    """What it would take of the host, or of the model."""
-    lines = host_lines(asked.shape, asked.step, asked.options, choice)
-    width = asked.options.optim.bytes_per_parameter + asked.options.gradient_bytes(choice.accumulation_steps)
+def _host_needed(request: PlanRequest, choice: Choice) -> list[str]:
+    """The host that the choice needs, and the largest model for this host."""
+    lines = host_lines(request.shape, request.step, request.options, choice)
+    width = request.options.optim.bytes_per_parameter + request.options.gradient_bytes(choice.accumulation_steps)
     other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
-    most = choice.resident_elements(asked.shape) + max(0, asked.caps.host_bytes - other) / width
+    most = choice.resident_elements(request.shape) + max(0, request.caps.host_bytes - other) / width
     return [
         f"a host with {gib(sum(lines.values()))} for the run, or a higher memory.host_gib",
         f"a model of at most about {abbreviated(most)} parameters",

@@ -1,8 +1,7 @@
-"""The plan of a run: from its config and the machine to a `Plan`. `megatrain plan`, and what `train` follows on a GPU."""
+"""From a run's config, a model folder or a model's shape to a plan: `megatrain plan`, and what `train` follows on a GPU."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,124 +11,19 @@ from megatrain.engine.plan import MICROBATCH_TOKENS, ExecutionPlan, head_chunk_t
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.planner.choice import Caps, Choice, Lines, Options, StepSize
-from megatrain.planner.memory import cpu_lines
-from megatrain.planner.model_cost import shape_of
-from megatrain.planner.plan import DEVICE_FRACTION, Plan, caps_for
-from megatrain.planner.plan import plan as plan_step
-from megatrain.planner.refusal import cpu_refusal
+from megatrain.planner.memory import cpu_lines, device_peak, disk_lines, host_lines
+from megatrain.planner.model_cost import ModelShape, shape_of
+from megatrain.planner.plan import Caps, Choice, Lines, Options, Plan, PlanRequest, StepSize
+from megatrain.planner.refusal import cpu_refusal, refusal
+from megatrain.planner.search import Search
+from megatrain.planner.timeline import simulate
 from megatrain.units import GIB, DtypeName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-
-def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_steps: int | None = None) -> Plan:
-    """Plan a run. Reads the model's config and no weights; probes this machine, or takes another's file.
-
-    Args:
-        run: The config.
-        machine_file: A machine file; None means this machine, with the memory that it has available now.
-        total_steps: Length of the run, where it is known better than from `schedule.steps`.
-
-    Raises:
-        UserError: The model or the machine file is not usable, or this machine has no GPU.
-        PlanRefused: Nothing fits.
-    """
-    from megatrain.models.build import find_model_folder, load_model_config
-
-    folder = find_model_folder(run.model.path)
-    config = load_model_config(folder, run.model.trust_remote_code)
-    if machine_file is not None:
-        machine = load_machine(machine_file)
-        if machine.device_gib == 0:
-            raise UserError("has no GPU to plan for", f"{machine_file}: device_gib", "give the memory of a GPU")
-        caps = _capped(caps_for(machine, device_fraction=run.memory.device_fraction), run)
-    else:
-        machine = _this_machine(run)
-        caps = _capped(available_caps(machine, run.memory.device_fraction), run)
-    made = plan_config(config, run, machine, caps, folder.name, total_steps)
-    return replace(made, warnings=warnings_of(run, config))
-
-
-def plan_config(
-    config: PreTrainedConfig, run: RunConfig, machine: Machine, caps: Caps, name: str, total_steps: int | None = None
-) -> Plan:
-    """Plan a run of a model config on a given machine. Pure."""
-    shape = shape_of(
-        config,
-        name=name,
-        attn_implementation=run.model.attn_implementation,
-        trust_remote_code=run.model.trust_remote_code,
-    )
-    step = StepSize(run.rows_per_step, run.data.max_tokens)
-    steps = total_steps or run.schedule.steps
-    return plan_step(shape, machine, step, caps, options_of(run), steps=steps)
-
-
-def warnings_of(run: RunConfig, config: PreTrainedConfig) -> tuple[str, ...]:
-    """What `check` refuses although it can be planned: rows that are longer than the model's positions."""
-    from megatrain.models.build import known_positions
-
-    positions, tokens = known_positions(config), run.data.max_tokens
-    if positions is None or tokens <= positions:
-        return ()
-    return (
-        f"data.max_tokens: rows of {tokens:,} tokens are longer than the {positions:,} positions of the model; check and train "
-        "refuse them",
-    )
-
-
-def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | None = None) -> ExecutionPlan:
-    """How the host engine computes a run: as planned on a GPU, as the config says on a CPU and in an evaluation.
-
-    Args:
-        run: The config.
-        training: False for an evaluation, which needs no planes for gradients.
-        total_steps: As for `plan_run`.
-
-    Raises:
-        UserError, PlanRefused: As `plan_run`.
-    """
-    import torch
-
-    batch, memory, activations, precision = run.batch, run.memory, run.activations, run.precision
-    if not training:
-        plan = ExecutionPlan(
-            microbatch_rows=batch.microbatch_rows,
-            head_chunk_tokens=batch.head_chunk_tokens,
-            # fp16 refuses to do without the plane, although an evaluation never uses it
-            gradient_plane=memory.gradient_plane and precision.compute_dtype == "fp16",
-            compile=activations.compile,
-            threads=run.run.threads,
-        )
-    elif run.run.device != "cpu" and torch.cuda.is_available():
-        plan = plan_run(run, total_steps=total_steps).execution
-    else:
-        policy = activations.layer_policy
-        plan = ExecutionPlan(
-            activations="recompute" if policy == "auto" or activations.segment is not None else policy,
-            offload_input=activations.offload_input == "on",
-            mlp_chunk_tokens=activations.mlp_chunk_tokens,
-            segment=activations.segment or 1,
-            microbatch_rows=batch.microbatch_rows,
-            accumulation_steps=batch.accumulation_steps,
-            head_chunk_tokens=batch.head_chunk_tokens,
-            weight_slots=memory.weight_slots,
-            gradient_slabs=memory.gradient_slabs,
-            gradient_plane=memory.gradient_plane,
-            compile=activations.compile,
-            threads=run.run.threads,
-        )
-    return replace(
-        plan,
-        pin=memory.pin,
-        compute_dtype=precision.compute_dtype,
-        grad_transport=precision.grad_transport,
-        attn_implementation=run.model.attn_implementation,
-        host_gib=None if memory.host_gib == "auto" else memory.host_gib,
-        device_gib=None if memory.device_gib == "auto" else memory.device_gib,
-    )
+DEVICE_FRACTION = 0.92
+"""Default of `memory.device_fraction`: the rest is for gaps in the allocator and for memory that the formulas do not cover."""
 
 
 def plan(
@@ -170,6 +64,153 @@ def plan(
     return plan_step(shape, machine, StepSize(rows, tokens), available_caps(machine)).execution
 
 
+def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | None = None) -> ExecutionPlan:
+    """How the host engine computes a run: as planned on a GPU, as the config says on a CPU and in an evaluation.
+
+    Args:
+        run: The config.
+        training: False for an evaluation, which needs no gradient planes.
+        total_steps: Length of the run, if it is known better than from `schedule.steps`.
+
+    Raises:
+        UserError, PlanRefused: As `plan_run`.
+    """
+    import torch
+
+    batch, memory, activations, precision = run.batch, run.memory, run.activations, run.precision
+    if not training:
+        plan = ExecutionPlan(
+            microbatch_rows=batch.microbatch_rows,
+            head_chunk_tokens=batch.head_chunk_tokens,
+            # the engine requires the plane with fp16, although an evaluation never uses it
+            gradient_plane=memory.gradient_plane and precision.compute_dtype == "fp16",
+            compile=activations.compile,
+            threads=run.run.threads,
+        )
+    elif run.run.device != "cpu" and torch.cuda.is_available():
+        plan = plan_run(run, total_steps=total_steps).execution
+    else:
+        policy = activations.layer_policy
+        plan = ExecutionPlan(
+            activations="recompute" if policy == "auto" or activations.segment is not None else policy,
+            offload_input=activations.offload_input == "on",
+            mlp_chunk_tokens=activations.mlp_chunk_tokens,
+            segment=activations.segment or 1,
+            microbatch_rows=batch.microbatch_rows,
+            accumulation_steps=batch.accumulation_steps,
+            head_chunk_tokens=batch.head_chunk_tokens,
+            weight_slots=memory.weight_slots,
+            gradient_slabs=memory.gradient_slabs,
+            gradient_plane=memory.gradient_plane,
+            compile=activations.compile,
+            threads=run.run.threads,
+        )
+    return replace(
+        plan,
+        pin=memory.pin,
+        compute_dtype=precision.compute_dtype,
+        grad_transport=precision.grad_transport,
+        attn_implementation=run.model.attn_implementation,
+        host_gib=None if memory.host_gib == "auto" else memory.host_gib,
+        device_gib=None if memory.device_gib == "auto" else memory.device_gib,
+    )
+
+
+def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_steps: int | None = None) -> Plan:
+    """Plan a run from its config and the model's config.
+
+    Args:
+        run: The config.
+        machine_file: A machine file; None: this machine, with its available memory.
+        total_steps: Length of the run, if it is known better than from `schedule.steps`.
+
+    Raises:
+        UserError: The model or the machine file is not usable, or this machine has no GPU.
+        PlanRefused: Nothing fits.
+    """
+    from megatrain.models.build import find_model_folder, load_model_config
+
+    folder = find_model_folder(run.model.path)
+    config = load_model_config(folder, run.model.trust_remote_code)
+    memory = run.memory
+    if machine_file is not None:
+        machine = load_machine(machine_file)
+        if machine.device_gib == 0:
+            raise UserError("has no GPU to plan for", f"{machine_file}: device_gib", "give the memory of a GPU")
+        caps = caps_for(machine, device_fraction=memory.device_fraction)
+    else:
+        machine = _this_machine(run)
+        caps = available_caps(machine, memory.device_fraction)
+    host_bytes, device_bytes = caps.host_bytes - int(memory.host_reserve_gib * GIB), caps.device_bytes
+    if memory.host_gib != "auto":
+        host_bytes = min(host_bytes, int(memory.host_gib * GIB))
+    if memory.device_gib != "auto":
+        device_bytes = min(device_bytes, int(memory.device_gib * GIB * memory.device_fraction))
+    made = plan_step(
+        _shape_of_run(run, config, folder.name),
+        machine,
+        StepSize(run.rows_per_step, run.data.max_tokens),
+        Caps(host_bytes, device_bytes),
+        options_of(run),
+        steps=total_steps or run.schedule.steps,
+    )
+    return replace(made, warnings=warnings_of(run, config))
+
+
+def plan_step(
+    shape: ModelShape,
+    machine: Machine,
+    step: StepSize,
+    caps: Caps | None = None,
+    options: Options | None = None,
+    *,
+    steps: int | None = None,
+) -> Plan:
+    """The fastest way to run a step within the caps. Pure.
+
+    Args:
+        shape: The model; see `shape_of`.
+        machine: The machine, which must have a GPU.
+        step: Rows and tokens of an optimizer step.
+        caps: Bytes that may be used; by default everything the machine has.
+        options: Decisions of the user.
+        steps: Length of the run, for the total time.
+
+    Raises:
+        PlanRefused: Nothing fits. The message has the memory of the closest choice and ways to reduce it.
+    """
+    assert machine.device_gib > 0, f"{machine.name} has no GPU to plan for"
+    caps, options = caps or caps_for(machine), options or Options()
+    request = PlanRequest(shape, machine, step, caps, options)
+    best = Search(request).best()
+    if best is None:
+        raise PlanRefused(refusal(request))
+    return plan_of(request, best.choice, steps)
+
+
+def plan_of(request: PlanRequest, choice: Choice, steps: int | None = None) -> Plan:
+    """The plan of a given choice, whether or not it fits."""
+    shape, machine, step, options = request.shape, request.machine, request.step, request.options
+    device = device_peak(shape, step, options, choice)
+    return Plan(
+        model=shape.name,
+        machine=machine.name,
+        parameters=shape.parameters,
+        step=step,
+        options=options,
+        choice=choice,
+        threads=options.threads or machine.threads,
+        placement={name: "device" if choice.is_resident(name) else "host" for name in shape.unit_elements},
+        host=host_lines(shape, step, options, choice),
+        device=device.lines,
+        disk=disk_lines(shape, options.optim),
+        device_moment=device.moment,
+        caps=request.caps,
+        timeline=simulate(shape, machine, step, options, choice),
+        steps=steps,
+    )
+
+
 def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
     """Host memory that a run on the CPU needs, by purpose.
 
@@ -180,11 +221,7 @@ def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
     Raises:
         PlanRefused: It needs more than is available or than `memory.host_gib` allows.
     """
-    shape = shape_of(
-        config,
-        attn_implementation=run.model.attn_implementation,
-        trust_remote_code=run.model.trust_remote_code,
-    )
+    shape = _shape_of_run(run, config)
     step = StepSize(run.rows_per_step, run.data.max_tokens)
     compute = "fp32" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
     options = replace(options_of(run, compute), compiled=run.activations.compile == "on")
@@ -194,30 +231,31 @@ def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
         resident_embedding=False,
         resident_head=False,
         policies=(policy,) * shape.depth,
-        offloaded=shape.depth if options.offload == "on" else 0,
+        offloaded=shape.depth if options.offload_input == "on" else 0,
         accumulation_steps=run.batch.accumulation_steps,
         microbatch_rows=options.microbatch_rows or max(1, MICROBATCH_TOKENS // step.tokens),
         head_chunk_tokens=options.head_chunk_tokens or head_chunk_tokens_of(shape.vocabulary, options.compiled),
         mlp_chunk_tokens=options.mlp_chunk_tokens,
     )
     lines = cpu_lines(shape, step, options, choice)
-    cap = run.memory.host_gib
-    allowed = min(available_host_bytes(), math.inf if cap == "auto" else int(cap * GIB))
+    allowed, cap = available_host_bytes(), run.memory.host_gib
+    if cap != "auto":
+        allowed = min(allowed, int(cap * GIB))
     if sum(lines.values()) > allowed:
-        raise PlanRefused(cpu_refusal(lines, int(allowed), run))
+        raise PlanRefused(cpu_refusal(lines, allowed, run))
     return lines
 
 
 def options_of(run: RunConfig, compute: DtypeName | None = None) -> Options:
-    """What the config decides. One window, which is the default, leaves their number to the plan."""
+    """Decisions in the config. The default of one accumulation step leaves their number to the planner."""
     if compute is None:
         compute = "bf16" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
-    fp32_gradients = run.precision.grad_transport == "fp32" or (
-        run.precision.grad_transport == "auto" and compute == "fp32"
-    )
+    transport = run.precision.grad_transport
+    if transport == "auto":
+        transport = "fp32" if compute == "fp32" else "bf16"
     return Options(
         compute=compute,
-        transport_bytes=4 if fp32_gradients else 2,
+        transport_bytes=4 if transport == "fp32" else 2,
         gradient_plane=run.memory.gradient_plane,
         compiled=run.activations.compile == "auto",
         policy=run.activations.layer_policy,
@@ -230,27 +268,45 @@ def options_of(run: RunConfig, compute: DtypeName | None = None) -> Options:
         gradient_slabs=run.memory.gradient_slabs,
         staged=run.memory.pin == "staged",
         threads=run.run.threads,
-        offload=run.activations.offload_input,
+        offload_input=run.activations.offload_input,
     )
 
 
+def warnings_of(run: RunConfig, config: PreTrainedConfig) -> tuple[str, ...]:
+    """Problems that `check` refuses but planning ignores: rows longer than the model's positions."""
+    from megatrain.models.build import known_positions
+
+    positions, tokens = known_positions(config), run.data.max_tokens
+    if positions is None or tokens <= positions:
+        return ()
+    longer = f"rows of {tokens:,} tokens are longer than the {positions:,} positions of the model"
+    return (f"data.max_tokens: {longer}; check and train refuse them",)
+
+
+def caps_for(
+    machine: Machine,
+    *,
+    host_gib: float | None = None,
+    device_gib: float | None = None,
+    device_fraction: float = DEVICE_FRACTION,
+) -> Caps:
+    """Memory of a machine within the user's limits; of the device, the share `device_fraction`."""
+    host = machine.host_gib if host_gib is None else min(machine.host_gib, host_gib)
+    device = machine.device_gib if device_gib is None else min(machine.device_gib, device_gib)
+    return Caps(int(host * GIB), int(device * GIB * device_fraction))
+
+
 def available_caps(machine: Machine, device_fraction: float = DEVICE_FRACTION) -> Caps:
-    """What this process can still take of this machine: free device memory, and free host memory within container limits."""
+    """Memory of this machine that is available to this process now; of the device, the share `device_fraction`."""
     import torch
 
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else int(machine.device_gib * GIB)
     return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * device_fraction))
 
 
-def _capped(caps: Caps, run: RunConfig) -> Caps:
-    memory = run.memory
-    left = caps.host_bytes - int(memory.host_reserve_gib * GIB)
-    return Caps(
-        left if memory.host_gib == "auto" else min(left, int(memory.host_gib * GIB)),
-        caps.device_bytes
-        if memory.device_gib == "auto"
-        else min(caps.device_bytes, int(memory.device_gib * GIB * memory.device_fraction)),
-    )
+def _shape_of_run(run: RunConfig, config: PreTrainedConfig, name: str | None = None) -> ModelShape:
+    code = run.model.trust_remote_code
+    return shape_of(config, name=name, attn_implementation=run.model.attn_implementation, trust_remote_code=code)
 
 
 def _this_machine(run: RunConfig) -> Machine:

@@ -16,9 +16,9 @@ from megatrain.commands.bench.shapes import QWEN25_7B
 from megatrain.engine.host.engine import HostEngine
 from megatrain.machine.machine import load_machine
 from megatrain.models.build import load_model_config
-from megatrain.planner.choice import Choice, Options, Policy, StepSize
 from megatrain.planner.model_cost import shape_of
-from megatrain.planner.plan import plan_of
+from megatrain.planner.plan import Choice, Options, PlanRequest, Policy, StepSize
+from megatrain.planner.run import caps_for, plan_of
 from reference import gradient_error
 
 pytestmark = pytest.mark.gpu
@@ -125,7 +125,8 @@ def test_the_peak_is_what_the_formula_says(
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     shape = shape_of(load_model_config(tmp_path))
     choice = Choice(0, False, False, (policy,) * shape.depth, offloaded, 1, 1, 8192, mlp_chunk_tokens)
-    made = plan_of(shape, load_machine(MACHINE), StepSize(1, tokens), choice, Options())
+    machine = load_machine(MACHINE)
+    made = plan_of(PlanRequest(shape, machine, StepSize(1, tokens), caps_for(machine), Options()), choice)
     ids = torch.randint(0, shape.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
     gc.collect()  # what a failed case before this one still holds, and would give back in the middle
     torch.cuda.empty_cache()

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 import families
 from megatrain.machine.machine import Cluster, load_cluster
-from megatrain.planner.choice import StepSize
 from megatrain.planner.cluster.candidate import Request
 from megatrain.planner.cluster.plan import make_request
+from megatrain.planner.plan import StepSize
 
 FILE = Path(__file__).parents[3] / "docs/machines/h100-cluster.yaml"
 

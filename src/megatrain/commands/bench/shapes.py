@@ -1,4 +1,4 @@
-"""The shapes that can be measured by name, and the folder that stands for one."""
+"""Model shapes that can be measured by name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, tied
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
     "tiny": (64, 128, 4, 4, 2, False),
 }
+"""17b, 18b and 20b are 14b with more layers; tiny is for trying the command out."""
 QWEN25_7B: dict[str, Any] = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -38,41 +39,37 @@ QWEN25_7B: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 CONFIGS = {"qwen2.5-7b": QWEN25_7B}
-"""Named shapes: these by their whole config.json, those of Qwen3 by what differs. 17b, 18b and 20b
-are 14b with more layers; tiny is for trying the command out."""
 
 
 def folder_of(shape: str, scratch: Path) -> Path:
-    """A folder with the shape's config.json: the given one, or `scratch`.
+    """A folder with the shape's config.json: the given folder, or `scratch` for a name.
 
     Raises:
         UserError: The shape is neither a name nor a folder.
     """
-    if shape.lower() in CONFIGS:
-        (scratch / "config.json").write_text(json.dumps(CONFIGS[shape.lower()]))
+    name = shape.lower()
+    config = CONFIGS.get(name)
+    if name in QWEN3:
+        hidden, intermediate, layers, heads, kv_heads, tied = QWEN3[name]
+        config = {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 128 if hidden > 64 else 16,
+            "vocab_size": 151936 if hidden > 64 else 512,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": 1 << 20,
+        }
+    if config is not None:
+        (scratch / "config.json").write_text(json.dumps(config))
         return scratch
-    if shape.lower() not in QWEN3:
-        if not Path(shape).exists():
-            raise UserError(
-                f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join([*QWEN3, *CONFIGS])}"
-            )
-        return find_model_folder(shape)
-    hidden, intermediate, layers, heads, kv_heads, tied = QWEN3[shape.lower()]
-    config = {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128 if hidden > 64 else 16,
-        "vocab_size": 151936 if hidden > 64 else 512,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 1 << 20,
-    }
-    (scratch / "config.json").write_text(json.dumps(config))
-    return scratch
+    if not Path(shape).exists():
+        raise UserError(f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join([*QWEN3, *CONFIGS])}")
+    return find_model_folder(shape)
 
 
 def structure_of(folder: Path, dtype: torch.dtype) -> Structure:

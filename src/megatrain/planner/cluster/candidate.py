@@ -10,8 +10,8 @@ from megatrain.engine.mesh.tensor_parallel import splits_experts
 from megatrain.machine.machine import Cluster
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import OptimizerSpec
-from megatrain.planner.choice import Options, StepSize
 from megatrain.planner.cluster.inventory import Inventory
+from megatrain.planner.plan import Options, StepSize
 
 
 @dataclass(frozen=True)
