@@ -86,7 +86,7 @@ def test_train_writes_a_model_that_transformers_loads(
     # and with the initial model, which the YAML file names
     assert run(files, tmp_path, "eval", *words) == 0
     said = capsys.readouterr().out
-    assert f"this is {files / 'model'}; the trained model: megatrain eval {folder}\n" in said
+    assert f"evaluating {files / 'model'}; for the trained model: megatrain eval {folder}\n" in said
     assert f"validation loss {found[0].val_loss:.4f}" in said
 
 

@@ -15,7 +15,7 @@ from megatrain.run.folder import RunFolder
 
 def make(folder: Path, *steps: int, complete: bool = True) -> RunFolder:
     run = RunFolder(folder)
-    run.create()
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
     run.config.write_text("model: {}\n")
     for step in steps:
         if complete:

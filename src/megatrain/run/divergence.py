@@ -1,4 +1,4 @@
-"""When a run has gone wrong: steps that are not finite in a row, or a loss far above the recent ones."""
+"""Divergence of a run: non-finite steps in a row, or a loss far above the recent ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RECENT_STEPS = 20
 
 @dataclass(frozen=True)
 class Divergence:
-    """A run that has gone wrong.
+    """A divergence.
 
     Attributes:
-        first_step: The first step that was wrong; the weights before it are good as far as anyone knows.
-        step: The last.
-        what: For people.
-        go_back: Whether the run is to go back whatever `run.on_divergence` says.
+        first_step: The first bad step; the weights before it are good as far as is known.
+        step: The last bad step.
+        what: Description for messages.
+        go_back: Roll back whatever `run.on_divergence` says.
     """
 
     first_step: int
@@ -30,10 +30,10 @@ class Divergence:
 
 
 class DivergenceGuard:
-    """Looks at every step's record.
+    """Checks every step's record.
 
     Args:
-        max_bad_steps: So many steps in a row that were not finite are a divergence.
+        max_bad_steps: This many non-finite steps in a row are a divergence.
         loss_spike: A loss above this multiple of the median of the last `RECENT_STEPS` is one; None: never.
     """
 
@@ -43,6 +43,7 @@ class DivergenceGuard:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def check(self, record: StepRecord) -> Divergence | None:
+        """The divergence that this step completes, if any."""
         not_finite = record.skipped is not None and record.trained_tokens > 0
         self._bad_in_a_row = self._bad_in_a_row + 1 if not_finite else 0
         if self._bad_in_a_row >= self._max_bad_steps:
@@ -51,9 +52,8 @@ class DivergenceGuard:
             return Divergence(first, record.step, what)
         if record.loss is None:
             return None
-        full = len(self._recent) == RECENT_STEPS
-        if self._loss_spike is not None and full and record.loss > self._loss_spike * statistics.median(self._recent):
-            median = statistics.median(self._recent)
+        median = statistics.median(self._recent) if len(self._recent) == RECENT_STEPS else None
+        if self._loss_spike is not None and median is not None and record.loss > self._loss_spike * median:
             what = (
                 f"the loss of step {record.step} is {record.loss:.4f}, more than {self._loss_spike:g} times the median "
                 f"{median:.4f} of the {RECENT_STEPS} steps before (run.loss_spike)"
@@ -63,6 +63,6 @@ class DivergenceGuard:
         return None
 
     def start_over(self) -> None:
-        """The run has gone back: what was seen is another history."""
+        """Forget all records, after a rollback."""
         self._bad_in_a_row = 0
         self._recent.clear()

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.schema import RunConfig
+from megatrain.data.rows import PackedRows
+from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.engine_factory import make_engine
@@ -18,24 +19,13 @@ from megatrain.run.folder import RunFolder
 from megatrain.run.prepare import prepare_eval
 from megatrain.units import counted
 
-if TYPE_CHECKING:
-    import torch
-
-    from megatrain.data.rows import PackedRows
-
-
-class EvalEngine(Protocol):
-    """What an evaluation needs of an engine; its result has `loss_sum` and `tokens`."""
-
-    def eval_step(self, batch: dict[str, torch.Tensor]) -> Any: ...
-
 
 @dataclass(frozen=True)
 class SourceLoss:
     """Cross entropy over the target tokens of one source.
 
     Attributes:
-        name: Its path.
+        name: Path of the source.
         loss_sum: Sum over the target tokens [nats].
         tokens: Target tokens.
     """
@@ -52,10 +42,10 @@ class SourceLoss:
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """Cross entropy over all target tokens of a set.
+    """Cross entropy over all target tokens of a validation set.
 
     Attributes:
-        sources: The same of each source, in the order of the config.
+        sources: Cross entropy of each source, in config order.
         seconds: Wall time.
     """
 
@@ -74,17 +64,18 @@ class EvalSummary:
 
 
 def evaluate(
-    engine: EvalEngine, rows: PackedRows, *, rows_per_batch: int, stop: Callable[[], bool] = lambda: False
+    engine: Engine, rows: PackedRows, *, rows_per_batch: int, stop: Callable[[], bool] = lambda: False
 ) -> EvalSummary | None:
-    """Sum the loss over all rows, each once, source by source. Training state is not touched, and no logits are kept.
+    """Sum the loss over all rows, each once, source by source. Does not touch the training state.
 
     Args:
+        engine: The engine.
         rows: The held-out rows.
         rows_per_batch: Rows given to the engine at once.
-        stop: Asked before each batch.
+        stop: Called before each batch; true aborts the evaluation.
 
     Returns:
-        The summary, or None if `stop` became true on the way.
+        The summary; None if it was aborted.
     """
     start = time.perf_counter()
     sources: list[SourceLoss] = []
@@ -115,19 +106,21 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
     """
     quiet_libraries()
     if run.engine == "mesh":
-        raise UserError("evaluates within a run only", "engine: mesh", "evaluate with the host engine: --engine host")
+        raise UserError(
+            "only evaluates during training", "engine: mesh", "evaluate with the host engine: --engine host"
+        )
     if checkpoint is not None:
         model = run.model.model_copy(update={"path": str(checkpoint), "init": "pretrained"})
         run = run.model_copy(update={"model": model})
     with RunLogger() as log:
         if checkpoint is None and latest_complete(RunFolder(run.run.dir).checkpoints) is not None:
-            log.info(f"this is {run.model.path}; the trained model: megatrain eval {run.run.dir}")
+            log.info(f"evaluating {run.model.path}; for the trained model: megatrain eval {run.run.dir}")
         folder, rows = prepare_eval(run, log=log.info)
         with make_engine(run, folder, for_training=False) as engine:
             if checkpoint is not None and is_complete(checkpoint):
                 engine.load(checkpoint)
             found = evaluate(engine, rows, rows_per_batch=run.rows_per_step)
-        assert found is not None, "an evaluation that nobody stops ends"
+        assert found is not None, "nothing aborts this evaluation"
         if len(found.sources) > 1:
             for source in found.sources:
                 log.info(f"  {source.name}: loss {_in_words(source.loss)} over {counted(source.tokens, 'token')}")
@@ -141,11 +134,8 @@ def _mean(loss_sum: float, tokens: int) -> float | None:
     return loss_sum / tokens if tokens else None
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss)."""
-    # exp leaves the range of a double near 709; an untrained model can be worse
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def _in_words(loss: float | None) -> str:
-    return "n/a" if loss is None else f"{loss:.4f}, perplexity {perplexity(loss):.4g}"
+    if loss is None:
+        return "n/a"
+    # exp leaves the range of a double near 709; an untrained model can be worse
+    return f"{loss:.4f}, perplexity {math.exp(loss) if loss < 700 else math.inf:.4g}"

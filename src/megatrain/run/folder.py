@@ -25,6 +25,8 @@ import logging
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -34,7 +36,8 @@ from megatrain.checkpoint.files import MARKER_FILE, remove_folder, remove_leftov
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import RunConfig
-from megatrain.errors import UserError, writing
+from megatrain.errors import MegatrainError, UserError, WriteFailed, writing
+from megatrain.metrics.logger import RunLogger
 
 logger = logging.getLogger(__name__)
 
@@ -135,20 +138,29 @@ class RunFolder:
         self.aside = self.path / "aside"
         self.weights = self.path / "weights"
 
-    def create(self) -> None:
-        """Create the folder.
+    def open(self, run: RunConfig, log: RunLogger) -> None:
+        """Create the folder, or take it over from a process that has ended; from now on `log` writes into it.
 
         Raises:
             UserError: It cannot be created.
+            WriteFailed: The system refuses a write.
         """
         if self._read_only:
             return
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"cannot be made: {error.strerror}", str(self.path), "set run.dir to another place"
-            ) from None
+            what = f"cannot be created: {error.strerror}"
+            raise UserError(what, str(self.path), "set run.dir to another place") from None
+        if (
+            not self.config.exists()
+        ):  # it marks the folder as a run's, so it comes first: making the engine may take long
+            self.write_config(run)
+        log.open_folder(self.path)
+        self.tidy()
+        for request in ("save", "stop"):
+            if self.taken(request):
+                log.info(f"{self.path / request}: from before the start, removed")
 
     def write_config(self, run: RunConfig) -> None:
         """Write `config.yaml`, which marks the folder as a run's.
@@ -165,7 +177,7 @@ class RunFolder:
 
     def tidy(self) -> None:
         """Remove what a killed process was writing or removing, and its mark on what it had just completed."""
-        for parent in () if self._read_only else (self.checkpoints, self.weights):
+        for parent in (self.checkpoints, self.weights):
             if parent.is_dir():
                 remove_leftovers(parent)
                 for path in self._step_folders(parent):
@@ -298,6 +310,31 @@ class RunFolder:
             return []
         found = [path for path in parent.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=_step_of)
+
+
+@contextmanager
+def errors_into_log(log: RunLogger, folder: RunFolder) -> Iterator[None]:
+    """Write the error that ends a run into its log, with a traceback if it is unexpected."""
+    try:
+        yield
+    except WriteFailed as failed:
+        newest = latest_complete(folder.checkpoints)
+        resume = f"from {newest} with --resume auto" if newest else "with --resume auto: nothing was saved yet"
+        error = WriteFailed(failed.what, failed.where, f"{failed.remedy}, then resume {resume}")
+        log.to_file(f"error: {error}")
+        raise error from None
+    except KeyboardInterrupt:
+        newest = latest_complete(folder.checkpoints)
+        resume = f"resume from {newest.name} with" if newest else "nothing was saved yet, start again with"
+        text = f"interrupted; {resume} --resume auto"
+        log.to_file(text)
+        raise KeyboardInterrupt(text) from None
+    except MegatrainError as error:
+        log.to_file(f"error: {error}")
+        raise
+    except BaseException as error:
+        log.to_file(f"error: {type(error).__name__}: {error}", error)
+        raise
 
 
 def _step_of(path: Path) -> int:

@@ -26,7 +26,7 @@ from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.data.rows import Prefetcher
 from megatrain.engine.base import Engine
 from megatrain.engine.plan import named_device
-from megatrain.errors import HostMemoryLow, MegatrainError, NumericStop, UserError, WriteFailed
+from megatrain.errors import HostMemoryLow, NumericStop, UserError, WriteFailed
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MeshRecord, MetricsWriter, StepRecord
@@ -35,7 +35,7 @@ from megatrain.run.coordinator import Coordinator, coordinated
 from megatrain.run.divergence import Divergence, DivergenceGuard
 from megatrain.run.engine_factory import make_engine
 from megatrain.run.evaluate import evaluate
-from megatrain.run.folder import RunFolder
+from megatrain.run.folder import RunFolder, errors_into_log
 from megatrain.run.health import HostWatermark, RunHealth
 from megatrain.run.prepare import Prepared, prepare
 from megatrain.run.resume import PastRates
@@ -112,13 +112,13 @@ def train(
         resume = coordinator.resume_from(folder, resume)
         prepared = coordinator.in_turn(lambda: prepare(run, resume=resume, allow_changes=allow_changes, log=log.info))
         requests = Requests(signals, folder, coordinator)
-        if requests.poll():
+        if requests.poll(files=False):
             log.info(f"stopped by {requests.stop} before the first step")
             coordinator.finish()
             step, total = prepared.past.step, prepared.total_steps
             return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, requests.stop)
         with errors_into_log(log, folder):
-            open_folder(folder, run, log)
+            folder.open(run, log)
             coordinator.begin(folder.path)
             if coordinator.attempt:
                 log.info(f"attempt {coordinator.attempt + 1} of this job: restarted after a failure, {_from(prepared)}")
@@ -129,43 +129,6 @@ def train(
             coordinator.finish()
             loop.raise_write_failed()
             return summary
-
-
-def open_folder(folder: RunFolder, run: RunConfig, log: RunLogger) -> None:
-    """Create the run's folder, or take it over from a process that has ended; from now on `log` writes into it."""
-    folder.create()
-    if not folder.config.exists():  # it marks the folder as a run's, so it comes first: making the engine may take long
-        folder.write_config(run)
-    log.open_folder(folder.path)
-    folder.tidy()
-    for signal in ("save", "stop"):
-        if folder.taken(signal):
-            log.info(f"{folder.path / signal}: from before the start, removed")
-
-
-@contextmanager
-def errors_into_log(log: RunLogger, folder: RunFolder) -> Iterator[None]:
-    """Write the error that ends a run into its log, with a traceback if it is unexpected."""
-    try:
-        yield
-    except WriteFailed as failed:
-        newest = latest_complete(folder.checkpoints)
-        resume = f"from {newest} with --resume auto" if newest else "with --resume auto: nothing was saved yet"
-        error = WriteFailed(failed.what, failed.where, f"{failed.remedy}, then resume {resume}")
-        log.to_file(f"error: {error}")
-        raise error from None
-    except KeyboardInterrupt:
-        newest = latest_complete(folder.checkpoints)
-        resume = f"resume from {newest.name} with" if newest else "nothing was saved yet, start again with"
-        text = f"interrupted; {resume} --resume auto"
-        log.to_file(text)
-        raise KeyboardInterrupt(text) from None
-    except MegatrainError as error:
-        log.to_file(f"error: {error}")
-        raise
-    except BaseException as error:
-        log.to_file(f"error: {type(error).__name__}: {error}", error)
-        raise
 
 
 @contextmanager

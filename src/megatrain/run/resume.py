@@ -1,14 +1,13 @@
-"""What a run that goes on must have in common with the run that wrote its checkpoint.
+"""What a resumed run must have in common with the run that wrote its checkpoint.
 
 [Note: what a checkpoint remembers of its run]
-`data`: what decides which rows make which step. `schedule`: the settings of the learning rate, and a checksum over the rates
-of all steps taken. `settings`: of the optimizer and of number formats. These must be equal, and of the schedule only the past: a
-run may be prolonged, as long as no step that was taken would have had another learning rate. `computed_in`: what layers compute
-in, also where `precision.compute_dtype` is auto. `held_out`: some of the samples that
-were validated on and not trained. `data_offset`: batches that were left out when the run went back before a divergence.
-`rollbacks`: how often it did.
+`data`: what decides which rows form which step. `schedule`: the settings of the learning rate, and a checksum over the rates of
+all steps taken. `settings`: those of the optimizer and of number formats. These must be equal, except that only the past of the
+schedule counts: a run may be prolonged as long as no step that was taken would have had another learning rate. `computed_in`: the
+compute dtype, also where `precision.compute_dtype` is auto. `held_out`: some of the samples that were validated on and not
+trained. `data_offset`: batches skipped by rollbacks. `rollbacks`: their number.
 
-What differs has a name (`ChangeName`), by which a person allows it.
+Each kind of difference has a name (`ChangeName`), by which the user allows it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.config.schema import ChangeName, RunConfig
+from megatrain.engine.plan import compute_dtype_of, device_of
 from megatrain.errors import UserError
 from megatrain.units import counted
 
@@ -41,9 +41,9 @@ KEYS: dict[str, tuple[ChangeName, str]] = {
     "rows_per_step": ("batch", "batch.tokens_per_step (rows of a step)"),
     "seed": ("seed", "run.seed"),
 }
-"""Entry of the fingerprint -> by which name it is allowed to change, and what a person calls it."""
+"""Entry of the fingerprint -> (the name that allows a change of it, its name in messages)."""
 REMEMBERED_HELD_OUT = 1024
-"""Samples of the held-out ones that a checkpoint remembers: enough to notice that they are trained, few enough to store."""
+"""Held-out samples that a checkpoint remembers: enough to notice that they are trained, few enough to store."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Steps:
 
     Attributes:
         total: Optimizer steps.
-        warmup: Those in which the learning rate rises.
+        warmup: Steps in which the learning rate rises.
         learning_rate_at: Learning rate of a step, 0 the first.
     """
 
@@ -84,12 +84,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Past:
-    """What the checkpoint that a run starts from says of the run so far.
+    """The run so far, according to the checkpoint that it starts from.
 
     Attributes:
         step: The last step taken.
-        data_offset, rollbacks: See [Note: what a step number means] in train.py.
-        remembered: What this run's checkpoints will say of it, beside the numbers above.
+        data_offset, rollbacks: See [Note: what a step number means] in loop.py.
+        remembered: What this run's checkpoints will remember of it, besides the numbers above.
     """
 
     step: int
@@ -106,13 +106,11 @@ def past_of(
     steps: Steps,
     allowed: Collection[ChangeName],
 ) -> Past:
-    """The run so far, and what it will remember of itself. Changes that are allowed are logged.
+    """The run so far, and what its checkpoints will remember. Allowed changes are logged.
 
     Raises:
-        UserError: The run differs from the checkpoint's in what matters.
+        UserError: The run differs from the checkpoint's in something that matters.
     """
-    from megatrain.engine.plan import compute_dtype_of, device_of
-
     rows, then = loader.rows, start.then
     fingerprint = {
         "rows": len(rows),
@@ -134,9 +132,7 @@ def past_of(
         return Past(0, 0, 0, remembered)
     began = then.get("model", run.model.path)
     if began != run.model.path:
-        logger.warning(
-            "model.path is %s, the run began with %s: the weights are the checkpoint's", run.model.path, began
-        )
+        logger.warning("model.path: %s (was %s): the weights are the checkpoint's", run.model.path, began)
     found = [
         *changed_data(then, fingerprint),
         *changed_holdout(then, rows),
@@ -156,7 +152,8 @@ def refuse_known_changes(run: RunConfig, start: Start, steps: Steps | None, allo
     """The part of `past_of` that needs no data.
 
     Args:
-        steps: None: their number is not known without the data.
+        run, start, allowed: As for `past_of`.
+        steps: None if their number is unknown without the data.
 
     Raises:
         UserError: As `past_of`.
@@ -184,7 +181,7 @@ def fingerprint_of_config(run: RunConfig) -> dict[str, int]:
 
 
 def content_crc32(rows: PackedRows) -> int:
-    """Checksum of the samples and of how they lie in rows."""
+    """Checksum of the samples and of how they are packed into rows."""
     crc = 0
     for group in rows.groups:
         for array in (group.store.hashes, group.segments.samples, group.segments.rows, group.segments.lengths):
@@ -193,7 +190,7 @@ def content_crc32(rows: PackedRows) -> int:
 
 
 def held_out_hashes(rows: PackedRows, val: PackedRows | None) -> str:
-    """The least hashes of validation samples that are not trained, at most `REMEMBERED_HELD_OUT`, as hexadecimal uint64."""
+    """The smallest hashes of validation samples that are not trained, at most `REMEMBERED_HELD_OUT`, as hexadecimal uint64."""
     if val is None:
         return ""
     return np.setdiff1d(_hashes(val), _hashes(rows))[:REMEMBERED_HELD_OUT].tobytes().hex()
@@ -205,11 +202,11 @@ def _hashes(rows: PackedRows) -> np.ndarray:
 
 
 class PastRates:
-    """Checksum over the learning rates of steps 1 to n, kept up to date a step at a time.
+    """Checksum over the learning rates of steps 1 to n, updated a step at a time.
 
     Args:
         rate_at: Learning rate of a step, 0 the first.
-        steps: n at the beginning.
+        steps: Initial n.
     """
 
     def __init__(self, rate_at: Callable[[int], float], steps: int = 0):
@@ -219,7 +216,7 @@ class PastRates:
         self.extend_to(steps)
 
     def extend_to(self, steps: int) -> None:
-        """Take in the rates up to step `steps`; going back starts over."""
+        """Include the rates up to step `steps`; a smaller number than before starts over."""
         if steps < self.steps:
             self.crc32 = self.steps = 0
         while self.steps < steps:
@@ -228,24 +225,21 @@ class PastRates:
 
 
 def schedule_settings(run: RunConfig, total_steps: int) -> dict[str, Any]:
-    """What decides the learning rate, for people."""
+    """What decides the learning rate, by name in messages."""
+    keys = ("kind", "warmup_ratio", "warmup_steps", "min_lr_ratio", "decay_ratio")
     return {
         "optim.learning_rate": run.optim.learning_rate,
-        "schedule.kind": run.schedule.kind,
-        "schedule.warmup_ratio": run.schedule.warmup_ratio,
-        "schedule.warmup_steps": run.schedule.warmup_steps,
-        "schedule.min_lr_ratio": run.schedule.min_lr_ratio,
-        "schedule.decay_ratio": run.schedule.decay_ratio,
+        **{f"schedule.{key}": getattr(run.schedule, key) for key in keys},
         "total steps": total_steps,
     }
 
 
 def changed_data(then: Mapping[str, Any], data: Mapping[str, Any]) -> list[Change]:
-    """Entries of the fingerprint that are not the checkpoint's.
+    """Entries of the fingerprint that differ from the checkpoint's.
 
     Args:
         then: The checkpoint's `extra`.
-        data: Of the run that goes on, or what is known of it.
+        data: The resumed run's fingerprint, or the known part of it.
     """
     old = then.get("data", {})
     return [
@@ -256,7 +250,7 @@ def changed_data(then: Mapping[str, Any], data: Mapping[str, Any]) -> list[Chang
 
 
 def changed_settings(then: Mapping[str, Any], run: RunConfig) -> list[Change]:
-    """Settings of optimizer and formats that are not the checkpoint's."""
+    """Settings of optimizer and number formats that differ from the checkpoint's."""
     old = then.get("settings", {})
     names: dict[str, ChangeName] = {"optim": "optim", "precision": "precision"}
     return [
@@ -269,35 +263,26 @@ def changed_settings(then: Mapping[str, Any], run: RunConfig) -> list[Change]:
 def changed_rates(
     then: Mapping[str, Any], schedule: Mapping[str, Any], rate_at: Callable[[int], float]
 ) -> list[Change]:
-    """Whether a step that was taken would have had another learning rate, and what makes the difference."""
+    """The change of the learning rate of steps already taken, if there is one, and its cause."""
     past = then.get("past_rates_crc32")
     if past is None or past == PastRates(rate_at, int(then["step"])).crc32:
         return []
     why = "; ".join(differences(then, schedule))
-    return [
-        Change(
-            "schedule", f"the learning rates of the {counted(then['step'], 'step')} taken would have been others: {why}"
-        )
-    ]
+    return [Change("schedule", f"the {counted(then['step'], 'step')} taken would have had other learning rates: {why}")]
 
 
 def changed_holdout(then: Mapping[str, Any], rows: PackedRows) -> list[Change]:
-    """Whether samples that were held out so far would be trained now: what is measured on them would be worth nothing."""
+    """Samples held out so far that would be trained now: a validation loss over them would be meaningless."""
     held_out = np.frombuffer(bytes.fromhex(then.get("held_out", "")), np.uint64)
     moved = int(np.isin(held_out, _hashes(rows)).sum())
     if not moved:
         return []
-    what = "they do not measure the run's progress any more"
-    return [
-        Change(
-            "data",
-            f"{moved:,} of {len(held_out):,} samples held out so far (data.val) would be trained now: {what}",
-        )
-    ]
+    what = f"{moved:,} of {len(held_out):,} samples held out so far (data.val) would be trained now"
+    return [Change("data", f"{what}: they no longer measure the run's progress")]
 
 
 def differences(then: Mapping[str, Any], schedule: Mapping[str, Any]) -> list[str]:
-    """Settings of the schedule that are not the checkpoint's."""
+    """Settings of the schedule that differ from the checkpoint's."""
     old = then.get("schedule", {})
     return [f"{k} was {_yaml(old[k])} and is {_yaml(v)}" for k, v in schedule.items() if k in old and old[k] != v]
 
@@ -307,7 +292,7 @@ def _yaml(value: Any) -> str:
 
 
 def refuse_changes(found: Collection[Change], allowed: Collection[ChangeName], start_from: Path) -> None:
-    """Raise UserError for the changes that are not allowed, if there are any.
+    """Raise for the changes that are not allowed.
 
     Raises:
         UserError: Names every change, and exactly what allows them.
@@ -316,11 +301,9 @@ def refuse_changes(found: Collection[Change], allowed: Collection[ChangeName], s
     if not refused:
         return
     needed = ",".join(dict.fromkeys(change.name for change in found))
-    rows_again = (
-        " (rows already seen may come again)" if any(c.name in ("data", "batch", "seed") for c in found) else ""
-    )
+    repeats = any(change.name in ("data", "batch", "seed") for change in found)
     raise UserError(
-        "the run does not go on as it began: " + "; ".join(change.what for change in refused),
+        "the run differs from its checkpoint: " + "; ".join(change.what for change in refused),
         f"--resume {start_from}",
-        f"set it back; or go on all the same with --allow-changes {needed}{rows_again}",
+        f"undo it, or resume with --allow-changes {needed}{' (rows may repeat)' if repeats else ''}",
     )

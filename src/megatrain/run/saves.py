@@ -122,7 +122,7 @@ class RunSaves:
         except UserError as error:
             if self._config.on_error == "stop":
                 raise
-            logger.warning("%s not saved, training continues: %s", target, error)
+            logger.warning("%s was not saved, training continues: %s", target, error)
 
     def _start(self, target: Path, step: int, *, background: bool) -> None:
         if target.exists():

@@ -77,11 +77,15 @@ class Requests:
         """Ask for a checkpoint; ranks agree at the next `poll`."""
         self._save_here = True
 
-    def poll(self) -> bool:
-        """Collect the requests of all ranks; returns whether the run is to end. Collective."""
-        if self._folder.taken("stop"):
+    def poll(self, *, files: bool = True) -> bool:
+        """Collect the requests of all ranks; returns whether the run is to end. Collective.
+
+        Args:
+            files: False before the folder is opened: files of an earlier process do not count.
+        """
+        if files and self._folder.taken("stop"):
             self.request_stop(f"the file {self._folder.path / 'stop'}")
-        if self._folder.taken("save"):
+        if files and self._folder.taken("save"):
             self.request_save()
         here = self._signals.requested or self._stop_here
         stop, save = self._coordinator.any(here is not None, self._save_here)
