@@ -65,7 +65,7 @@ def generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=tokens,
-                    pad_token_id=_pad_id(tokenizer),
+                    pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
                     **(drawn or {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
                 )
             new = written[0, ids.shape[1] :]
@@ -127,7 +127,3 @@ def _check_length(tokens: int, model: Any) -> None:
             "--tokens",
             "set fewer tokens, or shorten the prompt",
         )
-
-
-def _pad_id(tokenizer: Any) -> int | None:
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -7,6 +7,7 @@ Commands that take a RUN.yaml also accept every config key as an option. Those o
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,27 +24,28 @@ prepare a run
   init MODEL DATA      write a commented run.yaml for a model and data, and check it
   data RUN.yaml        show the data as the model sees it: trained tokens, lengths, rows, rejected samples
   check RUN.yaml       check everything that training needs, without training
-  plan RUN.yaml        show memory use, placement and estimated speed on this or another machine
+  plan RUN.yaml        show memory use, placement and estimated speed, without allocating anything
 
 train and watch
   train RUN.yaml       train, and write checkpoints that transformers can load
-  monitor RUN          watch a run live in the terminal
+  monitor RUN          watch a run live in the terminal, from its files
   plot RUN...          plot one or several runs, as PNG and HTML
 
 use the result
   eval RUN             compute loss and perplexity on the held-out data
-  generate RUN         generate text with the trained model
-  export RUN OUT       write a checkpoint as a plain Hugging Face folder
-  verify RUN           verify all checksums of a checkpoint
+  generate RUN         generate text with the trained model, for a quick look
+  export RUN OUT       write a checkpoint as a plain Hugging Face folder, and verify that it computes the same
+  verify RUN           verify all checksums of a checkpoint, and name damaged files
 
 know the machine
   doctor               measure this machine, and report what slows training down
-  bench --shape S      time training steps of a model shape, and compare them with the plan and the compute bounds
-  trace RUN.yaml       record a timeline of some steps, for Chrome or Perfetto
+  bench --shape S      time training steps of a model shape, beside the plan and the compute bounds
+  trace RUN.yaml       record a timeline of some steps of a run or of a --shape, for Chrome or Perfetto
 
 RUN is the folder of a run, RUN.yaml its config. `megatrain COMMAND --help` describes a command, `megatrain train --help-all` all
 config keys.
 """
+_SUMMARIES = dict(re.findall(r"^  (\w+).*?  +(.+)$", _COMMANDS, flags=re.MULTILINE))
 _KEYS = """
 usual config keys, each also an option:
 {keys}
@@ -109,12 +111,13 @@ class _HelpAll(argparse.Action):
 _Commands = argparse._SubParsersAction
 
 
-def _command(commands: _Commands[_Parser], name: str, what: str) -> _Parser:
+def _command(commands: _Commands[_Parser], name: str) -> _Parser:
+    what = _SUMMARIES[name]
     return commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
 
 
-def _command_with_config(commands: _Commands[_Parser], name: str, what: str, nargs: str | None = None) -> _Parser:
-    command = _command(commands, name, what)
+def _command_with_config(commands: _Commands[_Parser], name: str, nargs: str | None = None) -> _Parser:
+    command = _command(commands, name)
     command.usage = f"megatrain {name} RUN.yaml [OPTION ...] [--section.key VALUE ...]"
     command.add_argument("config", metavar="RUN.yaml", nargs=nargs, help="config file, or the folder of a run")
     what = "describe all config keys, or those of one section"
@@ -132,7 +135,7 @@ def _add_number(
 
 
 def _add_preparing(commands: _Commands[_Parser]) -> None:
-    add = _command(commands, "init", "write a commented run.yaml for a model and data, and check it").add_argument
+    add = _command(commands, "init").add_argument
     add("model", metavar="MODEL", help="Hugging Face model folder, or a hub id in the local cache")
     add("data", metavar="DATA", nargs="+", help="files, folders, globs, or ids of cached Hugging Face datasets")
     add("--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="file to write (default: run.yaml)")
@@ -143,15 +146,11 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
         default=[],
         help="map the format's column names to the data's, where they differ: instruction=question output=answer",
     )
-    data = _command_with_config(
-        commands, "data", "show the data as the model sees it: trained tokens, lengths, rows, rejected samples"
-    )
+    data = _command_with_config(commands, "data")
     _add_number(data, "--samples", 3, "samples to show of each source")
     _add_number(data, "--tokens", 400, "tokens to show of each sample")
-    _add_resume(_command_with_config(commands, "check", "check everything that training needs, without training"))
-    add = _command_with_config(
-        commands, "plan", "show memory use, placement and estimated speed, without allocating anything"
-    ).add_argument
+    _add_resume(_command_with_config(commands, "check"))
+    add = _command_with_config(commands, "plan").add_argument
     add("--machine", metavar="FILE", help="plan for the machine described in FILE (see docs/machines)")
     world = "rank the parallel layouts for N GPUs (engine: mesh); needs --machine with a cluster file"
     add("--world", metavar="N", type=_positive, help=world)
@@ -159,11 +158,11 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
 
 
 def _add_training(commands: _Commands[_Parser]) -> None:
-    _add_resume(_command_with_config(commands, "train", "train, and write checkpoints that transformers can load"))
-    monitor = _command(commands, "monitor", "watch a run live in the terminal, from its files")
+    _add_resume(_command_with_config(commands, "train"))
+    monitor = _command(commands, "monitor")
     monitor.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     _add_number(monitor, "--every", 2, "seconds between updates")
-    add = _command(commands, "plot", "plot one or several runs, as PNG and HTML").add_argument
+    add = _command(commands, "plot").add_argument
     add("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or a metrics.jsonl")
     add("--out", metavar="NAME", type=Path, default=Path("plot"), help="output files without suffix (default: plot)")
     add("--x", choices=("step", "tokens", "hours"), default="step", help="horizontal axis (default: step)")
@@ -187,13 +186,13 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
 
 
 def _add_using(commands: _Commands[_Parser]) -> None:
-    _command_with_config(commands, "eval", "compute loss and perplexity on the held-out data (data.val)").add_argument(
+    _command_with_config(commands, "eval").add_argument(
         "--checkpoint",
         metavar="PATH",
         type=Path,
         help="checkpoint or model folder; default: the run's newest checkpoint, or model.path of a RUN.yaml",
     )
-    generate = _command(commands, "generate", "generate text with plain transformers, for a quick look at the model")
+    generate = _command(commands, "generate")
     add = generate.add_argument
     add("model", metavar="MODEL", type=Path, help="folder of a run (its newest checkpoint), a checkpoint or a model")
     add("--prompt", metavar="TEXT", action="append", required=True, help="prompt; may be given several times")
@@ -203,12 +202,8 @@ def _add_using(commands: _Commands[_Parser]) -> None:
     _add_number(generate, "--seed", 0, "seed of the sampling", parse=int)
     add("--plain", action="store_true", help="continue the prompt as is, without the chat template")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
-    export = _command(
-        commands,
-        "export",
-        "write a checkpoint as a plain Hugging Face folder, and verify that it loads and computes the same",
-    )
-    verify = _command(commands, "verify", "verify all checksums of a checkpoint, and name damaged files")
+    export = _command(commands, "export")
+    verify = _command(commands, "verify")
     which = "folder of a checkpoint, or of a run (its newest checkpoint)"
     for command in (export, verify):
         command.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, help=which)
@@ -222,27 +217,20 @@ def _add_using(commands: _Commands[_Parser]) -> None:
 
 
 def _add_machine(commands: _Commands[_Parser]) -> None:
-    doctor = _command(commands, "doctor", "measure this machine, and report what slows training down")
+    doctor = _command(commands, "doctor")
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     doctor.add_argument("--again", action="store_true", help="measure again instead of using cached figures")
     form = doctor.add_mutually_exclusive_group()
     form.add_argument("--json", dest="form", action="store_const", const="json", help="print the figures as JSON")
     form.add_argument("--yaml", dest="form", action="store_const", const="yaml", help="print them as a machine file")
     doctor.set_defaults(form="text")
-    bench = _command(
-        commands, "bench", "time training steps with random weights and tokens, beside the plan and the compute bounds"
-    )
+    bench = _command(commands, "bench")
     _add_shape(bench, required=True)
     _add_number(bench, "--steps", 6, "measured steps")
     _add_number(bench, "--warmup", 2, "steps before them, at least 2")
     bench.add_argument("--no-bounds", action="store_true", help="skip the compute bounds")
     bench.add_argument("--json", action="store_true", help="print the report as JSON to stdout, all else to stderr")
-    trace = _command_with_config(
-        commands,
-        "trace",
-        "record a timeline of some steps, of a run or of a --shape, for Chrome or Perfetto",
-        nargs="?",
-    )
+    trace = _command_with_config(commands, "trace", nargs="?")
     assert trace.usage is not None
     trace.usage += "\n       megatrain trace --shape SHAPE [OPTION ...]"
     _add_number(trace, "--steps", 3, "steps to record")

@@ -1,13 +1,4 @@
-"""Sample formats: which columns each needs, and how a record becomes a sample.
-
-| format | columns (optional ones in brackets) |
-|---|---|
-| text, lines | text; a `.txt` file is one document as `text`, one document per line as `lines` |
-| messages | messages: [{role, content, [tool_calls, reasoning_content, train or weight or loss_weight]}], [tools] |
-| sharegpt | conversations: [{from, value}], [system, tools] |
-| alpaca | instruction, output, [input, system, history] |
-| prompt_completion | prompt, completion: two strings, or two lists of messages |
-| tokens | input_ids, [labels] |
+"""Sample formats: which columns each needs, and how a record becomes a sample. docs/data.md lists the formats.
 
 A record becomes one of four kinds of sample. Text and unlabelled tokens are streams, cut wherever a row ends; the other
 kinds stay whole. A faulty record raises `SampleRejected`; a file that fits no format raises `UserError`.

@@ -113,10 +113,6 @@ class RowGroup:
         first, last = self.segments.rows[row], self.segments.rows[row + 1]
         return self.segments.lengths[first:last]
 
-    def row_length(self, row: int) -> int:
-        """Tokens of a row, without padding."""
-        return int(self.document_lengths(row).sum())
-
     def write_row(self, row: int, out: dict[str, np.ndarray]) -> None:
         """Write a row into (T,) arrays filled with padding. See [Note: what a packed row holds]."""
         at, document = 0, 0
@@ -184,7 +180,7 @@ class PackedRows:
             input_ids and labels; with packing position_ids and document_ids, else attention_mask (1: token, 0: padding).
         """
         located = [self.locate(int(row)) for row in rows]
-        lengths = [group.row_length(own) for group, own in located]
+        lengths = [int(group.document_lengths(own).sum()) for group, own in located]
         width = self.max_tokens if self.packing else max(lengths, default=0)
         shape = (len(located), width)
         out = {name: np.zeros(shape, dtype=np.int64) for name in ("position_ids", "document_ids")}
