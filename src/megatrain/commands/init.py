@@ -72,9 +72,8 @@ def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[
     if out.exists():
         raise UserError("already exists", str(out), "give another name: --out NAME.yaml")
     quiet_libraries()
-    columns = dict(columns or {})
     with RunLogger() as log:
-        draft = _draft(model, data, columns)
+        draft = _draft(model, data, columns or {})
         problems = Problems()
         with problems.collect():
             refuse_unwritable(out.parent, "choose another path: --out")
@@ -85,7 +84,7 @@ def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[
         opened = open_data(draft.data, files.tokenizer, vocab_size=files.vocab_size, log=log.info)
         lengths = _lengths(opened, files.positions)
         rows = choose_rows(lengths)
-        text = _text(model, data, columns, opened, lengths, rows, out, has_weights=_has_weights(draft))
+        text = _text(draft, opened, lengths, rows, out)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, encoding="utf-8")
@@ -171,19 +170,9 @@ def _has_weights(run: RunConfig) -> bool:
     return any(file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5") for file in folder.iterdir())
 
 
-def _text(
-    model: str,
-    data: Sequence[str],
-    columns: Mapping[str, str],
-    opened: OpenedData,
-    lengths: Lengths,
-    rows: Rows,
-    out: Path,
-    *,
-    has_weights: bool,
-) -> str:
+def _text(draft: RunConfig, opened: OpenedData, lengths: Lengths, rows: Rows, out: Path) -> str:
     """The YAML: ten keys, each with its meaning and the reason for its value."""
-    chats = len(lengths.samples) > 0
+    chats, has_weights = len(lengths.samples) > 0, _has_weights(draft)
     fraction = choose_fraction([part.store.hashes for part in opened.train])
     steps = max(1, math.ceil(rows.tokens * (1 - (fraction or 0.0)) / rows.tokens_per_step))
     lines = [
@@ -191,16 +180,16 @@ def _text(
         f"# First look at the data: `megatrain data {out}`. Then train: `megatrain train {out}`.",
         "",
         "model:",
-        f"  path: {_quoted(model)}  # Hugging Face folder, or a hub id in the local cache",
+        f"  path: {_quoted(draft.model.path)}  # Hugging Face folder, or a hub id in the local cache",
     ]
     if not has_weights:
         lines.append("  init: random  # the folder has no weights: train from scratch")
     lines += ["", "data:", "  train:  # files, folders, globs; add weight: 0.5 to use half of a source in each epoch"]
-    for path, part in zip(data, opened.train, strict=True):
+    for part in opened.train:
         lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
-        lines += [f"    - path: {_quoted(path)}"]
-        if columns:
-            named = ", ".join(f"{_quoted(own)}: {_quoted(column)}" for own, column in columns.items())
+        lines += [f"    - path: {_quoted(part.source.path)}"]
+        if part.source.columns:
+            named = ", ".join(f"{_quoted(own)}: {_quoted(column)}" for own, column in part.source.columns.items())
             lines += [f"      columns: {{{named}}}  # the format's name: the file's column"]
     if fraction is None:
         lines.append("  val: null  # too few samples to hold some out: give a separate file to measure progress")
@@ -234,7 +223,7 @@ def _text(
         "  epochs: 1  # passes over the data; or set steps: N",
         "",
         "run:",
-        f"  dir: {_quoted(_free_folder(model, data[0]))}  # checkpoints, metrics and loss.png; nothing in it is overwritten",
+        f"  dir: {_quoted(_free_folder(draft))}  # checkpoints, metrics and loss.png; nothing in it is overwritten",
         "",
     ]
     return "\n".join(lines)
@@ -254,7 +243,8 @@ def _quoted(text: str) -> str:
     return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text, ensure_ascii=False)
 
 
-def _free_folder(model: str, data: str) -> str:
+def _free_folder(draft: RunConfig) -> str:
+    model, data = draft.model.path, draft.data.train[0].path
     stem = Path(data.rstrip("/*")).name.split(".")[0] or "data"
     base = f"runs/{Path(model.rstrip('/')).name}-{''.join(c if c.isalnum() or c in '-_' else '-' for c in stem)}"
     free, number = base, 1

@@ -1,1 +1,1 @@
-"""The config of a run: `schema.py` says what there is, `load.py` reads it, `help.py` and `docs.py` explain it."""
+"""The config of a run: `schema` defines the keys, `load` reads a config, `docs` describes the keys."""
