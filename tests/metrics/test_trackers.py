@@ -1,7 +1,8 @@
-"""Case 37: services get the numbers when asked for, and can neither stop nor block a run."""
+"""Trackers get the numbers when configured, and can neither stop nor block a run."""
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -102,25 +103,28 @@ def test_a_service_that_fails_is_named_and_left(tmp_path: Path, service: Any, re
     warnings: list[str] = []
     with Trackers(["wandb", "trackio"], tmp_path, "p", {}, warnings.append) as services:
         services.write(record(1))
-    assert len(Memory.made[0].steps) == 1, "the others go on"
-    assert warnings == [f"wandb gets no more numbers: {reason} the run goes on, metrics.jsonl has everything"]
+    assert len(Memory.made[0].steps) == 1, "the others continue"
+    assert warnings == [f"wandb stopped: {reason} the run continues, metrics.jsonl has everything"]
 
 
-def test_a_service_that_fails_later_gets_nothing_more(tmp_path: Path) -> None:
+def test_a_service_that_fails_later_gets_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(Memory):
         def log(self, values: Mapping[str, float], step: int) -> None:
             if step == 2:
                 raise OSError("quota")
             super().log(values, step)
 
+    waiting: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(trackers.queue, "SimpleQueue", lambda: waiting)
     use("wandb", Late)
     warnings: list[str] = []
     with Trackers(["wandb"], tmp_path, "p", {}, warnings.append) as services:
         for step in (1, 2):
             services.write(record(step))
-        assert services._feeds[0].wait(5)
+        (thread,) = [one for one in threading.enumerate() if one.name == "tracker wandb"]
+        thread.join(5)
         services.write(record(3))
-        assert services._feeds[0]._waiting.empty(), "numbers nobody will read are not kept"
+        assert waiting.empty(), "numbers nobody will read are not kept"
     assert [step for step, _ in Memory.made[0].steps] == [1]
     assert len(warnings) == 1
 
@@ -135,7 +139,7 @@ def test_a_service_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest
         for step in range(1000):
             services.write(record(step))
     assert time.monotonic() - start < 10
-    assert warnings == ["wandb did not finish in time; its last steps may be missing there (metrics.jsonl has them)"]
+    assert warnings == ["wandb did not finish in time: its last steps may be missing (metrics.jsonl has them)"]
     release.set()
 
 
@@ -186,7 +190,7 @@ def test_a_run_with_a_broken_and_a_working_service_has_all_its_files(
     assert [one.step for one in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [step for step, _ in Memory.made[0].steps] == [1, 2, 3, 4]
     assert Memory.made[0].config["schedule"]["steps"] == 4
-    assert "warning: wandb gets no more numbers: no route to the service" in capsys.readouterr().out
+    assert "warning: wandb stopped: no route to the service" in capsys.readouterr().out
 
 
 def test_tensorboard_writes_event_files(tmp_path: Path) -> None:

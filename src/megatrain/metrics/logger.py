@@ -1,13 +1,13 @@
-"""RunLogger: the one printer. It owns all text for people, on the console and in the run's `log.txt`.
+"""RunLogger: prints and writes everything that a run says, to the console and to `log.txt` in the run's folder.
 
-Library code writes through `logging` (`logging.getLogger(__name__)`); the RunLogger is the handler behind it:
+Library code logs through `logging` (`logging.getLogger(__name__)`); the RunLogger is the handler behind it:
 
     megatrain.*  INFO and above     -> console and log.txt
-    all others   WARNING and above  -> log.txt only (transformers and torch warn about much that is none of the user's)
+    all others   WARNING and above  -> log.txt only (most warnings of transformers and torch do not concern the user)
 
-A step is one plain line in `log.txt` and on a console that is no terminal. On a terminal a bar at the bottom shows the newest
-step and the time left, and a step's line is printed above it every few seconds only. What takes long and is no step (compiling,
-validating, saving) is a word beside the bar; elsewhere a line when it begins.
+A step is one plain line in `log.txt` and on a console that is not a terminal. On a terminal a bar at the bottom shows the newest
+step and the time left, and the line of a step is printed above it every few seconds only. Long work other than steps (compiling,
+validating, saving) is a word beside the bar, or without a bar a line when it begins.
 """
 
 from __future__ import annotations
@@ -24,22 +24,31 @@ from io import RawIOBase
 from pathlib import Path
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from megatrain.errors import writing
 from megatrain.metrics.record import StepRecord, write_whole
 from megatrain.units import counted
 
 LINE_EVERY_S = 10.0
-"""On a terminal: the least time between the lines of two steps."""
+"""On a terminal: shortest time between the lines of two steps."""
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
+_Live = tuple[Progress, TaskID]
 
 
 class RunLogger:
-    """Use as a context manager; while it is open, it receives what the library logs.
+    """A context manager; while it is open, it receives what the library logs.
 
     Lines before `open_folder` are kept and written to `log.txt` when it opens: a run's folder is created only after the checks,
-    whose lines belong into its log.
+    whose lines belong in its log.
 
     Args:
         console: By default standard output.
@@ -49,30 +58,34 @@ class RunLogger:
     def __init__(self, console: Console | None = None, *, quiet: bool = False):
         self._console = console or Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
         self._quiet = quiet
-        self._file: RawIOBase | None = None  # without a buffer: a line that the disk refuses is gone, and no later one
+        self._file: RawIOBase | None = None  # unbuffered: a line that the disk refuses is lost, later ones are not
         self._refused = False  # the disk has refused a line, and the user knows
         self._waiting: list[str] = []
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._pace_s: float | None = None  # moving average of a step's wall time
-        self._bar: tuple[Progress, TaskID] | None = None  # from `begin` on, on a terminal
-        self._beside_bar = ""  # what stands there between two states
+        self._bar: _Live | None = None  # from `begin` on, on a terminal
+        self._beside_bar = ""  # the text there between two states
         self._next_line_s = 0.0
-        self._work: tuple[Progress, TaskID] | None = None  # while something long is read, on a terminal
-        self._next_word_s = time.monotonic() + LINE_EVERY_S
-        self._lock = threading.RLock()  # the services' threads warn too
+        self._work: _Live | None = None  # during long work before the bar, on a terminal
+        self._next_progress_s = time.monotonic() + LINE_EVERY_S
+        self._lock = threading.RLock()  # trackers' threads warn, too
 
     def __enter__(self) -> RunLogger:
         own = logging.getLogger("megatrain")
         self._level = own.level
         own.setLevel(logging.INFO)
-        self._attach(own, _Handler(self, to_console=True))
-        self._attach(logging.getLogger(), _Handler(self, to_console=False))
+        for logger, to_console in ((own, True), (logging.getLogger(), False)):
+            handler = _Handler(self, to_console=to_console)
+            logger.addHandler(handler)
+            self._handlers.append((logger, handler))
         logging.captureWarnings(True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_work()
-        self._end_bar()
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
         logging.captureWarnings(False)
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
@@ -82,12 +95,8 @@ class RunLogger:
             self._file.close()
             self._file = None
 
-    def _attach(self, logger: logging.Logger, handler: logging.Handler) -> None:
-        logger.addHandler(handler)
-        self._handlers.append((logger, handler))
-
     def open_folder(self, folder: Path) -> None:
-        """Start, or go on with, `log.txt` in the run's folder.
+        """Open `log.txt` in the run's folder; new lines are appended.
 
         Raises:
             WriteFailed: The system refuses to open it.
@@ -101,118 +110,23 @@ class RunLogger:
         self._waiting.clear()
 
     def info(self, text: str) -> None:
-        self._print(text, logging.INFO)
+        """Log a line."""
+        self.print(text, logging.INFO)
 
     def warning(self, text: str) -> None:
-        self._print(f"warning: {text}", logging.WARNING)
-
-    def show(self, renderable: RenderableType) -> None:
-        """Print something of rich's, on the console only."""
-        self._console.print(renderable)
-
-    @property
-    def colours(self) -> bool:
-        """Whether the console shows them: a terminal, and the user has not said NO_COLOR."""
-        return self._console.is_terminal and not self._console.no_color
-
-    def printable(self, character: str, instead: str) -> str:
-        """`character` where the console's encoding has it, else `instead`."""
-        try:
-            character.encode(self._console.encoding)
-        except UnicodeEncodeError:
-            return instead
-        return character
-
-    def progress(self, text: str, share: float) -> None:
-        """How far something long is, 0 to 1: a bar on a terminal, else a line every `LINE_EVERY_S`."""
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
-            if time.monotonic() >= self._next_word_s:
-                self._next_word_s = time.monotonic() + LINE_EVERY_S
-                self._print(text, logging.INFO)
-            return
-        if self._bar is not None:  # a terminal has room for one live bar
-            self._bar[0].update(self._bar[1], description=text)
-            return
-        if self._work is None:
-            columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeRemainingColumn())
-            bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-            self._work = (bar, bar.add_task(text, total=1.0))
-            bar.start()
-        bar, task = self._work
-        bar.update(task, completed=share, description=text)
-
-    def _end_work(self) -> None:
-        if self._work is not None:
-            self._work[0].stop()
-            self._work = None
+        """Log a warning."""
+        self.print(f"warning: {text}", logging.WARNING)
 
     def to_file(self, text: str, error: BaseException | None = None) -> None:
-        """A line for `log.txt` alone, with the traceback of `error` if given; the console is told by someone else."""
+        """Write a line to `log.txt` alone, with the traceback of `error` if given."""
         trace = "".join(traceback.format_exception(error)).rstrip() if error is not None else ""
-        self._print(f"{text}\n{trace}" if trace else text, logging.ERROR, to_console=False)
+        self.print(f"{text}\n{trace}" if trace else text, logging.ERROR, to_console=False)
 
-    def step(self, record: StepRecord, total_steps: int) -> None:
-        """One line for one step; on a terminal the bar."""
-        self._pace_s = record.step_s if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.step_s
-        left_s = (total_steps - record.step) * self._pace_s
-        last = record.step == total_steps
-        shown = last or record.skipped is not None or not self._console.is_terminal
-        if self._console.is_terminal:
-            self._draw_bar(record.step, total_steps, bar_text(record, left_s))
-            if shown or time.monotonic() >= self._next_line_s:
-                shown, self._next_line_s = True, time.monotonic() + LINE_EVERY_S
-        self._print(step_line(record, total_steps, left_s), logging.INFO, to_console=shown)
-
-    def begin(self, step: int, total_steps: int) -> None:
-        """Draw the bar, on a terminal, before the first step of this process: `step` steps of `total_steps` are behind it."""
-        if self._console.is_terminal:
-            self._draw_bar(step, total_steps, self._beside_bar)
-
-    @contextmanager
-    def state(self, word: str, line: str | None = None, *, shown: bool = False) -> Iterator[None]:
-        """While something goes on that is no step: a word beside the bar, and where there is no bar a line at its beginning.
-
-        Args:
-            word: `validating`.
-            line: The line, also in log.txt; None: the word.
-            shown: The line is printed above a bar too.
-        """
-        self._print(line or word, logging.INFO, to_console=shown or self._bar is None)
-        self._say_beside_bar(word)
-        try:
-            yield
-        finally:
-            self._say_beside_bar(self._beside_bar)
-
-    def _say_beside_bar(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar[0].update(self._bar[1], description=text, refresh=True)
-
-    def _draw_bar(self, step: int, total_steps: int, text: str) -> None:
-        self._beside_bar = text
-        if self._bar is None:
-            self._end_work()
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-            progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-            self._bar = (progress, progress.add_task(text, total=total_steps, completed=step))
-            progress.start()
-        progress, task = self._bar
-        progress.update(task, completed=step, description=text)
-
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            self._bar[0].stop()
-            self._bar = None
-
-    def validation(self, record: StepRecord) -> None:
-        assert record.val_loss is not None, f"the record of step {record.step} has no validation loss"
-        tokens = f"{counted(record.val_tokens or 0, 'token')}, {record.val_s:.1f} s"
-        self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
-
-    def _print(self, text: str, level: int, *, to_console: bool = True) -> None:
+    def print(self, text: str, level: int, *, to_console: bool = True) -> None:
+        """Log a line as it is; `level` (of `logging`) decides its colour."""
         if self._quiet:
             return
-        self._end_work()  # the next word on it brings it back
+        self._end_work()  # the next `progress` brings it back
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
         with self._lock:
             if to_console:
@@ -223,7 +137,7 @@ class RunLogger:
                 self._waiting.append(line)
 
     def _write(self, lines: str) -> None:
-        """Into `log.txt`. A line that the disk refuses stops nothing: it is on the console, and metrics.jsonl matters more."""
+        """Append to `log.txt`. A refused line is a warning: it is on the console, and metrics.jsonl matters more."""
         assert self._file is not None
         try:
             write_whole(self._file, lines.encode())
@@ -232,6 +146,104 @@ class RunLogger:
                 self._refused = True
                 text = f"warning: log.txt cannot be written: {error.strerror}; lines are missing there"
                 self._console.print(text, style=_STYLES[logging.WARNING])
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print a rich renderable, on the console only."""
+        self._console.print(renderable)
+
+    @property
+    def colours(self) -> bool:
+        """Whether the console shows colours: it is a terminal, and NO_COLOR is not set."""
+        return self._console.is_terminal and not self._console.no_color
+
+    def printable(self, character: str, instead: str) -> str:
+        """`character` if the console's encoding has it, else `instead`."""
+        try:
+            character.encode(self._console.encoding)
+        except UnicodeEncodeError:
+            return instead
+        return character
+
+    # ---------------------------------------------------------------- progress, states, steps
+
+    def progress(self, text: str, share: float) -> None:
+        """Show the progress of long work, 0 to 1: a bar on a terminal, else a line every `LINE_EVERY_S`."""
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
+            if time.monotonic() >= self._next_progress_s:
+                self._next_progress_s = time.monotonic() + LINE_EVERY_S
+                self.print(text, logging.INFO)
+            return
+        if self._bar is not None:  # a terminal has room for one live bar
+            self._bar[0].update(self._bar[1], description=text)
+            return
+        if self._work is None:
+            self._work = self._live(TextColumn("{task.description}", markup=False), TimeRemainingColumn(), total=1.0)
+        bar, task = self._work
+        bar.update(task, completed=share, description=text)
+
+    def _live(self, *columns: ProgressColumn, total: float) -> _Live:
+        progress = Progress(BarColumn(), *columns, console=self._console, transient=True, refresh_per_second=4)
+        task = progress.add_task("", total=total)
+        progress.start()
+        return progress, task
+
+    def _end_work(self) -> None:
+        if self._work is not None:
+            self._work[0].stop()
+            self._work = None
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Draw the bar, on a terminal, before the first step of this process."""
+        if self._console.is_terminal:
+            self._draw_bar(step, total_steps, self._beside_bar)
+
+    def step(self, record: StepRecord, total_steps: int) -> None:
+        """Log a step as one line; on a terminal update the bar."""
+        self._pace_s = record.step_s if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.step_s
+        left_s = (total_steps - record.step) * self._pace_s
+        last = record.step == total_steps
+        shown = last or record.skipped is not None or not self._console.is_terminal
+        if self._console.is_terminal:
+            self._draw_bar(record.step, total_steps, bar_text(record, left_s))
+            if shown or time.monotonic() >= self._next_line_s:
+                shown, self._next_line_s = True, time.monotonic() + LINE_EVERY_S
+        self.print(step_line(record, total_steps, left_s), logging.INFO, to_console=shown)
+
+    def validation(self, record: StepRecord) -> None:
+        """Log the validation loss of a record that has one."""
+        assert record.val_loss is not None, f"the record of step {record.step} has no validation loss"
+        tokens = f"{counted(record.val_tokens or 0, 'token')}, {record.val_s:.1f} s"
+        self.info(f"step {record.step}: validation loss {record.val_loss:.4f} over {tokens}")
+
+    @contextmanager
+    def state(self, word: str, line: str | None = None, *, shown: bool = False) -> Iterator[None]:
+        """A state of the run other than steps: a word beside the bar, or without a bar a line at its beginning.
+
+        Args:
+            word: `validating`.
+            line: The line, also in log.txt; None: the word.
+            shown: Print the line above a bar, too.
+        """
+        self.print(line or word, logging.INFO, to_console=shown or self._bar is None)
+        self._write_beside_bar(word)
+        try:
+            yield
+        finally:
+            self._write_beside_bar(self._beside_bar)
+
+    def _write_beside_bar(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar[0].update(self._bar[1], description=text, refresh=True)
+
+    def _draw_bar(self, step: int, total_steps: int, text: str) -> None:
+        self._beside_bar = text
+        if self._bar is None:
+            self._end_work()
+            self._bar = self._live(
+                MofNCompleteColumn(), TextColumn("{task.description}", markup=False), total=total_steps
+            )
+        progress, task = self._bar
+        progress.update(task, completed=step, description=text)
 
 
 class _Handler(logging.Handler):
@@ -249,18 +261,14 @@ class _Handler(logging.Handler):
             self._logger.progress(text, share)
             return
         if record.levelno >= logging.WARNING:
-            text = (
-                f"{record.levelname.lower()}: {text}"
-                if own
-                else f"{record.levelname.lower()} from {record.name}: {text}"
-            )
-        self._logger._print(text, record.levelno, to_console=self._to_console)
+            text = f"{record.levelname.lower()}{'' if own else f' from {record.name}'}: {text}"
+        self._logger.print(text, record.levelno, to_console=self._to_console)
 
 
 def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s (8.1k trained)  3.12 s (data 0.01)  ETA 0:14:58`
 
-    Where the MFU is known, it stands behind the tokens.
+    The MFU follows the tokens, if it is known; the bubble of a pipeline the ETA: `bubble 0.12 (0.09 simulated)`.
     """
     width = len(str(total_steps))
     split_s = {**record.split_s, "data": record.data_wait_s}
@@ -275,23 +283,18 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
         f"{record.step_s:.2f} s ({split})" if split else f"{record.step_s:.2f} s",
         f"ETA {timedelta(seconds=round(left_s))}",
     ]
-    parts += _mesh_parts(record)
+    if "bubble" in record.mesh:
+        simulated = record.mesh.get("bubble_simulated")
+        parts.append(
+            f"bubble {record.mesh['bubble']:.2f}" + (f" ({simulated:.2f} simulated)" if simulated is not None else "")
+        )
     if record.skipped:
         parts.append(f"SKIPPED: {record.skipped}")
     return "  ".join(parts)
 
 
-def _mesh_parts(record: StepRecord) -> list[str]:
-    """With a pipeline: `bubble 0.12 (0.09 simulated)`."""
-    if "bubble" not in record.mesh:
-        return []
-    simulated = record.mesh.get("bubble_simulated")
-    beside = f" ({simulated:.2f} simulated)" if simulated is not None else ""
-    return [f"bubble {record.mesh['bubble']:.2f}{beside}"]
-
-
 def bar_text(record: StepRecord, left_s: float) -> str:
-    """What stands beside the bar: `loss 2.3456  10.3k tok/s  ETA 0:14:58`"""
+    """The text beside the bar: `loss 2.3456  10.3k tok/s  ETA 0:14:58`"""
     speed = _thousands(record.processed_tokens_per_s)
     return f"loss {_number(record.loss, '.4f')}  {speed} tok/s  ETA {timedelta(seconds=round(left_s))}"
 
@@ -307,7 +310,7 @@ def _thousands(value: float) -> str:
 
 
 def quiet_libraries() -> None:
-    """Route transformers' messages through `logging` and switch off its progress bars, which would tear our lines."""
+    """Route transformers' messages through `logging` and switch off its progress bars, which would break our lines."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging as transformers_logging
 

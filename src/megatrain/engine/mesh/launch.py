@@ -1,17 +1,17 @@
-"""This process among others: what torchrun's environment says, and the process group.
+"""This process among the ranks: torchrun's environment, the process group, and what a job's attempts tell each other.
 
 [Note: one store, many attempts]
 When torchrun restarts its processes they meet in the same store as before, unless told otherwise
-(`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`), and find the addresses that the dead ones left: gloo connects to nobody, NCCL waits for
-ever. Restart counts do not help, because the agents of different nodes count differently. So the ranks agree on a prefix that
-was never used before: each says hello with a random word, rank 0 publishes the list of the words it sees with a word of its own,
-and a rank that finds its own word of today in the list takes rank 0's as the prefix. Rank 0 publishes again until all have.
+(`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`), and find the addresses that the dead ranks left: gloo cannot connect, NCCL waits
+forever. Restart counts do not help, because the agents of different nodes count differently. So the ranks agree on a prefix
+that was never used before: each rank says hello with a random word; rank 0 publishes the words it sees, with its own word; a
+rank that finds its current word in the list takes rank 0's word as the prefix. Rank 0 publishes again until all ranks have it.
 
 [Note: errors that come again]
-torchrun starts its processes again after every exit code but 0, and has no word for an error that would only come again. Such an
-error is left in the store that outlives the processes: the next attempts find it before they read a model, and end with it at
-once. The store lives as long as torchrun itself, so a job that is submitted again starts afresh. Where torchrun's agents do not
-host it (`TORCHELASTIC_USE_AGENT_STORE`) it goes with rank 0, and every attempt finds the error for itself.
+torchrun restarts its processes after every exit code but 0; a process cannot tell it that an error would only repeat. Such an
+error is left in the store, which outlives the processes: the next attempts find it before they read a model, and end with it at
+once. The store lives as long as torchrun itself, so a resubmitted job starts afresh. Where torchrun's agents do not host the
+store (`TORCHELASTIC_USE_AGENT_STORE`) it ends with rank 0, and every attempt finds the error for itself.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatrain.engine.plan import named_device
 from megatrain.errors import UserError
 
 TIMEOUT_S = 600
-"""A collective that takes longer is a hang, where nothing else is said."""
+"""Default timeout of collectives."""
 _timeout_s: float = TIMEOUT_S
-"""Of the process group that `join` made."""
+"""Timeout of the process group that `join` made."""
 _shared: Any = None
-"""The store of the latest `join` under torchrun, whatever its attempt."""
+"""The store of the latest `join` under torchrun, shared by all attempts."""
 _END = "megatrain/end"
 
 
 def world_size() -> int:
-    """Number of processes: of the process group if there is one, else what torchrun announced, else 1."""
+    """Number of processes, known before any process group exists."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -51,12 +51,12 @@ def rank() -> int:
 
 
 def attempt() -> int:
-    """How often torchrun has started this job's processes again, as the agent of this host counts."""
+    """How often torchrun has restarted this job's processes, as counted by the agent of this host."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def device_of_rank(device: str | torch.device) -> torch.device:
-    """`auto` and `cuda` are this rank's GPU on its host."""
+    """The device that a setting means on this rank: `auto` and `cuda` are its GPU on its host."""
     found = named_device(device)
     if found.type == "cuda" and found.index is None:
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -75,7 +75,7 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
     """Make the default process group unless there is one. Without torchrun it has one member and needs no network.
 
     Args:
-        device: Of this rank.
+        device: This rank's device.
         timeout_s: A collective that takes longer ends the process.
     """
     global _shared, _timeout_s
@@ -86,8 +86,7 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     _timeout_s = timeout_s
-    # A failed or late collective ends the process, so that torchrun starts all again. The default of the releases used here;
-    # said for those where it is not.
+    # A failed or late collective ends the process, so that torchrun restarts all. It is the default of most releases.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if "WORLD_SIZE" in os.environ:
         shared, number, size = next(iter(rendezvous("env://", timeout=timeout)))
@@ -101,29 +100,29 @@ def join(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def collective_timeout() -> datetime.timedelta:
-    """What `join` was told. Groups beside the default one do not take it over: NCCL's would end the process after ten minutes."""
+    """The timeout given to `join`. Other groups do not inherit it: NCCL's would end the process after ten minutes."""
     return datetime.timedelta(seconds=_timeout_s)
 
 
 def note_begun(folder: Path) -> None:
-    """This job has begun the run in `folder`: an attempt that torchrun makes after this one may go on there."""
+    """Note that this job has begun the run in `folder`: a later attempt of torchrun's may resume there."""
     if _shared is not None:
         _shared.set(f"megatrain/begun/{folder.absolute()}", "")
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether an earlier attempt of the same job has begun the run in `folder`. False where the store went with it."""
+    """Whether an earlier attempt of this job has begun the run in `folder`; False where the store ended with it."""
     return _shared is not None and _shared.check([f"megatrain/begun/{folder.absolute()}"])
 
 
 def note_end(code: int, text: str) -> None:
-    """This job ends with an error that comes again; the first one counts. See [Note: errors that come again]."""
+    """Note an error that a restart would repeat; the first one counts. See [Note: errors that come again]."""
     if (store := _store_of_all_attempts()) is not None:
         store.compare_set(_END, "", json.dumps([code, text]))
 
 
 def noted_end() -> tuple[int, str] | None:
-    """(exit code, text) of the error that ended an earlier attempt of this job, if it comes again."""
+    """(exit code, text) of the noted error that ended an earlier attempt of this job, or None."""
     store = _store_of_all_attempts()
     if store is None or not store.check([_END]):
         return None
@@ -132,7 +131,7 @@ def noted_end() -> tuple[int, str] | None:
 
 
 def _store_of_all_attempts() -> Any:
-    """None outside torchrun, and where the store is one attempt's."""
+    """The store shared by all attempts; None outside torchrun, and where each attempt has its own."""
     global _shared
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -142,10 +141,10 @@ def _store_of_all_attempts() -> Any:
 
 
 def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> str:
-    """A word for this start of all ranks, the same on each. See [Note: one store, many attempts].
+    """A random word for this start, the same on all ranks. See [Note: one store, many attempts].
 
     Raises:
-        UserError: Not all ranks came in time.
+        UserError: Not all ranks arrived in time.
     """
     word = uuid.uuid4().hex
     store.set(f"megatrain/hello/{rank}", word)
@@ -166,4 +165,4 @@ def fresh_prefix(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S
                 store.set(f"megatrain/{first}/{rank}", "")
                 return first
         time.sleep(0.02)
-    raise UserError(f"not all {world} processes have come within {timeout_s:.0f} s", "torchrun")
+    raise UserError(f"not all {world} processes arrived within {timeout_s:.0f} s", "torchrun")

@@ -1,14 +1,14 @@
-"""A thread per rank that notices when the ranks no longer get on, leaves everybody's stacks behind, and ends the process.
+"""A thread per rank that notices when ranks hang or die, saves the stacks of all of them, and ends the process.
 
 [Note: a hang]
-A rank that waits for another one waits in a collective, in C++, where no signal handler of Python's runs and no exception comes.
-So a thread watches: each section of the work (start, a step, a save) has a limit. Whoever's section expires writes the stacks of
-all its threads to RUN/hangs/ATTEMPT/rank-00003.txt, leaves the file `expired` beside it, and every other rank that finds
-that file writes its stacks too. After `GRACE_S` all of them end with `EXIT_HANG`, and what never wrote (a frozen process) is
-killed by its neighbours on the host, because torchrun, which is to start all ranks again, would wait half a minute for it. A rank
-whose neighbour on the host is gone does the same at once: NCCL would wait for the dead one.
+A rank that waits for another one waits in a collective, in C++, where no Python signal handler runs and no exception arrives.
+So a thread watches: each section of the work (start, a step, a save) has a limit. A rank whose section expires writes the
+stacks of all its threads to RUN/hangs/ATTEMPT/rank-00003.txt and creates the file `expired` beside it; every rank that finds
+that file writes its stacks, too. After `GRACE_S` they all end with `EXIT_HANG`. A rank that wrote nothing (a frozen process) is
+killed by its neighbours on the host, because torchrun would wait half a minute for it before it restarts all. A rank whose
+neighbour on the host is gone does the same at once: NCCL would wait for the dead one.
 
-A process that was itself stopped for a while (SIGSTOP, a suspended machine) gets that time back before it blames anybody.
+A process that was stopped itself for a while (SIGSTOP, a suspended machine) is credited that time before it blames another.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from typing import Any
 import torch.distributed as dist
 
 EXIT_HANG = 75
-"""Exit code: try again. torchrun does, as long as it has restarts."""
+"""Exit code that means "try again". torchrun does, as long as it has restarts left."""
 GRACE_S = 5.0
-"""How long ranks that have written their stacks wait for the others'."""
+"""How long a rank that has written its stacks waits for those of the others."""
 TICK_S = 0.25
 FOLDER = "hangs"
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the main thread is doing.
+    """A part of the main thread's work.
 
     Attributes:
-        name: For people: `step 12`.
-        since: Monotonic seconds.
-        limit_s: None where only the sections around it have one.
-        key: Of the limit in the config, if it has one.
+        name: `step 12`.
+        since: Its start, in seconds of `time.monotonic`.
+        limit_s: Its limit; None if only the sections around it have one.
+        key: Config key of the limit.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Watchdog:
 
     Args:
         folder: The run's folder, on a file system that all ranks see.
-        limits: Kind of section -> seconds, None for no limit.
-        end: Ends the process; for tests.
+        limits: Kind of section -> seconds; None: no limit.
+        end: Ends the process; tests replace it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def section(self, kind: str, name: str | None = None) -> Iterator[None]:
-        """The main thread does `name` inside; its limit is the one of `kind`, if that has one. Sections nest."""
+        """Watch the block as a section called `name`, with the limit of `kind` if that has one. Sections nest."""
         entry = Section(name or kind, time.monotonic(), self._limits.get(kind), f"watchdog.{kind}_s")
         with self._lock:
             self._sections.append(entry)
@@ -99,7 +99,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def ending_after_errors(self) -> Iterator[None]:
-        """An error inside is mostly one of all ranks: they may end before this one does."""
+        """After an error inside, other ranks may end before this one: it mostly hits all of them."""
         try:
             yield
         except BaseException:
@@ -107,7 +107,7 @@ class Watchdog:
             raise
 
     def neighbours_may_end(self) -> None:
-        """From here on a rank that ends is none that has died. Before the last thing that all ranks wait for."""
+        """Exits of other ranks are normal from now on. Call before the last collective."""
         self._ending = True
 
     # ---------------------------------------------------------------- the thread
@@ -117,14 +117,14 @@ class Watchdog:
         while not self._closed.wait(TICK_S):
             now = time.monotonic()
             if now - last > TICK_S + 1.0:
-                self._give_back(now - last)
+                self._credit(now - last)
             last = now
             reason = self._expired(now) or self._neighbour_gone() or self._others_expired()
             if reason is not None:
                 self._give_up(reason)
                 return
 
-    def _give_back(self, seconds: float) -> None:
+    def _credit(self, seconds: float) -> None:
         with self._lock:
             self._sections = [Section(s.name, s.since + seconds, s.limit_s, s.key) for s in self._sections]
 
@@ -155,9 +155,9 @@ class Watchdog:
         try:
             self._write_stacks(reason)
             silent = self._wait_for_others()
-            self._say(reason, silent)
+            self._report(reason, silent)
         finally:
-            # Whatever the disk does: this process is of no use any more.
+            # Even if the disk fails: this process is of no use any more.
             self._end(EXIT_HANG)
 
     def _write_stacks(self, reason: str) -> None:
@@ -176,7 +176,7 @@ class Watchdog:
         (self.folder / "expired").touch()
 
     def _wait_for_others(self) -> list[int]:
-        """Ranks that wrote nothing; those of them that are on this host are killed."""
+        """Wait for the stacks of all ranks; kill the ranks of this host that wrote none. Returns the ranks without stacks."""
         deadline = time.monotonic() + GRACE_S
         silent = list(range(len(self._ranks)))
         host = self._ranks[self._rank][0]
@@ -193,8 +193,8 @@ class Watchdog:
                     os.kill(pid, signal.SIGKILL)
         return silent
 
-    def _say(self, reason: str, silent: list[int]) -> None:
-        # Straight to standard error: the main thread may hang with the logger's lock in its hand.
+    def _report(self, reason: str, silent: list[int]) -> None:
+        # Directly to standard error: the main thread may hang while it holds the logger's lock.
         without = f", none of rank {', '.join(map(str, silent))}, which did not react" if silent else ""
         os.write(
             sys.__stderr__.fileno() if sys.__stderr__ else 2,
@@ -216,5 +216,5 @@ def _alive(pid: int) -> bool:
 
 
 def unwatched(kind: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Stands for `Watchdog.section` where nobody watches."""
+    """`Watchdog.section` without a watchdog."""
     return contextlib.nullcontext()
