@@ -36,7 +36,6 @@ class TokenMap:
     """Where the tokens of a microbatch are in one context group.
 
     Attributes:
-        group: The context group.
         row_positions: (T,) positions in the row of the gathered tokens.
         documents: (B, T) document of each gathered token; None if every row is one document.
         local: The gathered tokens that belong to this rank.
@@ -126,18 +125,10 @@ def attention(
     softcap: float | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of local queries to the whole row, with the signature transformers expects.
+    """Attention of local queries (B, H, L, E) to the row's keys and values (B, K, L, E on each rank), as transformers calls it.
 
-    Args:
-        module: Hugging Face's attention module.
-        query: (B, H, L, E).
-        key, value: (B, K, L, E).
-        attention_mask: Must be None; the mask comes from the `TokenMap`.
-        dropout: Must be 0.
-        scaling: Factor on the scores; default 1 / sqrt(E).
-        sliding_window: This layer's window, as the flash-attention kernels take it.
-        softcap: Scores become `softcap * tanh(scores / softcap)`.
-        extras: `context_tokens`, the `TokenMap`; others must not change the result.
+    The mask comes from the `TokenMap` in `extras`, so `attention_mask` must be None, and `dropout` 0. With `softcap`, scores become
+    `softcap * tanh(scores / softcap)`.
 
     Returns:
         (B, L, H, E), and None for the attention weights.

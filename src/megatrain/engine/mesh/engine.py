@@ -58,7 +58,7 @@ from megatrain.models.build import find_model_folder, fp32_parameter_names, refu
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
 from megatrain.models.templates import LayerCode, template_groups
-from megatrain.models.weights import initialize, load_weights
+from megatrain.models.weights import copy_from_memory, initialize, load_weights
 from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ class MeshEngine(Engine):
     Attributes:
         plan: As given, with `auto` and `shard` resolved; `layout` is its layout.
         watch: (kind, name) -> a context manager around that section of the work, for a watchdog.
-        compiled: Whether layers are compiled.
-        parts: The layers of each stage.
-        stages: The stages on this rank.
+        parts: The layers of each stage; `stages` are those on this rank.
 
     Raises:
         UserError: The layout or the family cannot run; raised before any process group is made.
@@ -112,9 +110,8 @@ class MeshEngine(Engine):
     ):
         super().__init__(optim, objective, seed)
         if type(self.objective) is not CrossEntropy:
-            raise UserError(
-                f"the mesh engine computes cross entropy only, not {self.objective.name}", "objective", "use HostEngine"
-            )
+            what = f"the mesh engine computes cross entropy only, not {self.objective.name}"
+            raise UserError(what, "objective", "use HostEngine")
         self.device = launch.device_of_rank(device)
         self.watch: Callable[..., AbstractContextManager[Any]] = unwatched
         self._debug = debug
@@ -274,20 +271,16 @@ class MeshEngine(Engine):
         buffer_bytes: int | None = None,
         then: Callable[[SaveProgress], object] = lambda progress: None,
     ) -> SaveHandle:
-        """Write a checkpoint in the host engine's format; see `Engine.save`. Collective.
+        """See `Engine.save`. Collective. The format is the host engine's, which resumes from it, as does any layout.
 
-        `from_pretrained` loads it; the host engine and any layout of this engine resume from it. One rank of each host writes,
-        with at most two gathered units in memory. See [Note: a mesh save].
+        One rank of each host writes, with at most two gathered units in memory. See [Note: a mesh save].
 
         Args:
-            folder: As for `Engine.save`, as `extra`, `background` and `weights_only`.
-            on_error: Effect of a failed background save on the next step: end training on every rank, or warn.
             buffer_bytes: Host memory of this rank for copies; None: half of what is available, shared with the host's ranks.
-            then: Called on every rank, in the save's thread, when the checkpoint is complete and verified.
+            then: Called on every rank, in the save's thread.
 
         Raises:
-            UserError: It failed before it began, or (unless `background`) at all: with the reason on the rank where it failed,
-                elsewhere with that rank's number.
+            UserError: As for `Engine.save`; with the reason on the rank that failed, with that rank's number on the others.
         """
         self._refuse_closed()
         if self._master_dtype == torch.float64:
@@ -313,20 +306,10 @@ class MeshEngine(Engine):
         self._checkpoints.cancel_save()
 
     def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
-        """Restore weights, moments and step from a checkpoint of either engine and any layout. Collective.
+        """See `Engine.load`; from a checkpoint of either engine and any layout. Everything is loaded on return. Collective.
 
         Each rank reads only its own parts of the tensors and verifies a share of the checkpoint, so that all ranks together read
         it twice, whatever their number. Units that the family saves in another form than it computes with are read whole.
-
-        Args:
-            folder: A complete checkpoint of this model.
-            wait: Ignored: everything is loaded on return.
-
-        Returns:
-            The `extra` it was saved with.
-
-        Raises:
-            UserError: The checkpoint is damaged or belongs to another model, or another rank could not read it.
         """
         super()._refuse_closed()  # an earlier failed load is no obstacle
         refuse_other_config(Path(folder), self.config)
@@ -375,10 +358,7 @@ class MeshEngine(Engine):
     def _fill(self, model: str | Path | nn.Module, init: str | None) -> None:
         """Fill masters and persistent buffers from memory, by initialisation, or from the folder's files."""
         if isinstance(model, nn.Module):
-            parameters = dict(model.named_parameters(remove_duplicate=False))
-            for unit in self.structure.units:
-                for _, name in unit.full_names():
-                    self.state.write(name, parameters[name])
+            copy_from_memory(model, self.structure, self.state)  # type: ignore[arg-type]
         elif init == "empty":
             for unit in self.structure.units:
                 for _, name in unit.full_names():
@@ -423,29 +403,26 @@ class MeshEngine(Engine):
         meta = build_model(model, config, self._master_dtype, trust_remote_code, attention)
         for parameter in meta.parameters():
             parameter.data = parameter.data.to(self._master_dtype)
+        if self.layout.context > 1 and not getattr(meta, "_supports_attention_backend", False):
+            what = f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs"
+            raise UserError(what, "parallel.context", "set it to 1")
         if self.layout.context > 1:
-            if not getattr(meta, "_supports_attention_backend", False):
-                what = f"{type(meta).__name__}'s attention cannot be replaced, which context parallel needs"
-                raise UserError(what, "parallel.context", "set it to 1")
             meta.set_attn_implementation(context_parallel.NAME)
         return meta
 
     def _check_model(self, meta: Any) -> None:
-        problems, layout = [], self.layout
+        layout = self.layout
         for index, layer in enumerate(meta.get_submodule(self.structure.layers_name)):
             modules_in_fp32(layer, self._fp32_names, f"{self.structure.layers_name}.{index}")
         edges = {name for unit in (self.structure.embedding, self.structure.head) for _, name in unit.full_names()}
         if kept := sorted(edges & self._fp32_names):
-            problems.append(f"{kept[0]} must stay in fp32, which bf16 compute does not support here; use fp32 compute")
+            what = f"{kept[0]} must stay in fp32, which bf16 compute does not support here"
+            raise UserError(what, "precision.compute_dtype", "use fp32")
         if layout.splits_backward and dropout_keys(meta.config.get_text_config()):
-            problems.append(f"dropout with schedule {layout.schedule} is not supported; use 1f1b or interleaved")
-        if problems:
-            raise UserError("; ".join(problems), "MeshEngine")
+            what = f"dropout with schedule {layout.schedule} is not supported"
+            raise UserError(what, "parallel.schedule", "use 1f1b or interleaved")
         if whole_attention(meta.config, layout.tensor):
-            logger.warning(
-                "the model's heads do not divide over %d tensor ranks: each of them computes the whole attention",
-                layout.tensor,
-            )
+            logger.warning("heads do not divide over %d tensor ranks: each computes the whole attention", layout.tensor)
 
     def _eager_reason(self, meta: nn.Module) -> str | None:
         """Why the layers cannot be compiled; None if they can."""

@@ -20,14 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 from megatrain.errors import UserError
 
-TENSOR_STYLES = frozenset(
-    "colwise rowwise replicated_with_grad_allreduce colwise_gather_output embedding_rowwise moe_tp_experts "
-    "packed_colwise".split()
-)
-"""Styles of Hugging Face's `tp_plan` that tensor_parallel.py translates. Some releases add the embedding to the plan of a tied
-model; embedding and head are split by vocabulary in any case. Experts are split by expert, whatever the plan says of their
-matrices (`packed_colwise`, `rowwise`)."""
-
 TENSOR_FAMILIES = frozenset(
     "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5 "
     "mixtral qwen3_moe".split()
@@ -302,14 +294,10 @@ class Layout:
     def _tensor_problems(self, config: Any) -> Iterator[str]:
         if self.tensor == 1:
             return
-        plan = getattr(config, "base_model_tp_plan", None)
         if config.model_type not in TENSOR_FAMILIES:
             yield _untested(config.model_type, "tensor", TENSOR_FAMILIES)
-        if not plan:
+        if not getattr(config, "base_model_tp_plan", None):
             yield f"{config.model_type} has no tensor-parallel plan in transformers; tensor 1 would fit"
-        elif unknown := sorted(set(plan.values()) - TENSOR_STYLES):
-            styles = ", ".join(unknown)
-            yield f"{config.model_type}'s plan uses the styles {styles}, which are not supported; tensor 1 would fit"
         for name in ("intermediate_size", "num_experts", "num_local_experts"):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:

@@ -272,7 +272,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _edge_styles(stage: Stage, structure: Structure) -> dict[str, Style]:
-    """Embedding by vocabulary rows, final norm by tokens, head by vocabulary rows."""
+    """Embedding and head by vocabulary rows, whatever the plan says of them; final norm by tokens."""
     styles: dict[str, Style] = {}
     layers = structure.layers_name + "."
     for name, module in stage.model.named_modules():

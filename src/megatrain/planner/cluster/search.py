@@ -35,7 +35,6 @@ REASONS = {
     "rounds of schedule": "microbatches do not divide into the schedule's rounds",
     "intermediate_size": "intermediate_size does not divide by tensor",
     "is not tested with": "the family is not tested with this dimension",
-    "plan uses the styles": "the family's tensor-parallel plan is not supported",
     "no tensor-parallel plan": "the family has no tensor-parallel plan",
     "would differ between": "dropout with tensor or context parallel",
     "cannot split layers": "layers that context parallel cannot split",

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatrain.engine.mesh.layout import Layout
-from megatrain.planner.cluster.candidate import Request
-from megatrain.planner.cluster.inventory import count_on_fake_group, fake_group
+from megatrain.planner.cluster.candidate import Request, count_on_fake_group, fake_group
 
 LAYOUTS = [
     Layout(shard=64),
