@@ -490,8 +490,7 @@ def _difference(model: Any, make_engine: MakeEngine, where: str) -> Refusal | No
             return what, where, "it is not supported by the host engine yet"
         loss, gradients = _plain(model, batch)
         assert result.loss is not None
-        differences = [] if _near(result.loss, loss) else [f"loss {result.loss:.6f} instead of {loss:.6f}"]
-        differences += _gradient_differences(found, gradients)
+        differences = find_differences(result.loss, loss, found, gradients)
         if not differences:
             return None
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -502,20 +501,25 @@ def _difference(model: Any, make_engine: MakeEngine, where: str) -> Refusal | No
     )
 
 
-def _near(loss: float, wanted: float) -> bool:
-    return abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted)
-
-
-def _gradient_differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """A line for each gradient that is off. The smallest ones may hold rounding alone: they are measured by the largest."""
+def find_differences(
+    loss: float,
+    wanted_loss: float,
+    found: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    loss_tolerance: float = LOSS_TOLERANCE,
+    gradient_tolerance: float = GRADIENT_TOLERANCE,
+) -> list[str]:
+    """A line for the loss and each gradient that is off. Small gradients may be pure rounding, so the largest counts too."""
     largest = max((g.norm().item() for g in wanted.values()), default=0.0)
     differences = []
+    if not abs(loss - wanted_loss) <= loss_tolerance * abs(wanted_loss):
+        differences.append(f"loss {loss:.6f} instead of {wanted_loss:.6f}")
     for name, gradient in wanted.items():
         if name not in found:
             differences.append(f"no gradient of {name}")
             continue
         norm, error = gradient.norm().item(), (found[name] - gradient).norm().item()
-        if not error <= GRADIENT_TOLERANCE * (norm + 1e-3 * largest):
+        if not error <= gradient_tolerance * (norm + 1e-3 * largest):
             differences.append(f"gradient of {name} off by {error / max(norm, 1e-30):.0e} of its norm")
     return differences
 

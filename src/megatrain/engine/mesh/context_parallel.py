@@ -127,8 +127,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of local queries (B, H, L, E) to the row's keys and values (B, K, L, E on each rank), as transformers calls it.
 
-    The mask comes from the `TokenMap` in `extras`, so `attention_mask` must be None, and `dropout` 0. With `softcap`, scores become
-    `softcap * tanh(scores / softcap)`.
+    The mask comes from the `TokenMap` in `extras`, so `attention_mask` must be None, and `dropout` 0. With `softcap`, scores
+    become `softcap * tanh(scores / softcap)`.
 
     Returns:
         (B, L, H, E), and None for the attention weights.

@@ -75,12 +75,16 @@ def plan_parts(structure: Structure, layout: Layout) -> list[Part]:
 
 
 class _Placeholder(nn.Module):
-    """Placeholder for a module owned by another pipeline stage: keeps its plain attributes, has no parameters."""
+    """Placeholder for a module owned by another pipeline stage: has its plain attributes but no parameters, returns its input.
 
-    def __init__(self, module: nn.Module):
+    A module `before_layers` (an embedding) must not be called.
+    """
+
+    def __init__(self, module: nn.Module, name: str, before_layers: bool = False):
         super().__init__()
         plain = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         object.__setattr__(self, "_plain", plain)
+        self._name, self._before = name, before_layers
 
     def __getattr__(self, name: str) -> Any:
         plain = object.__getattribute__(self, "_plain")
@@ -88,25 +92,10 @@ class _Placeholder(nn.Module):
             return plain[name]
         return super().__getattr__(name)
 
-
-class _PlaceholderLayer(_Placeholder):
-    """Returns the hidden states it is given."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else kwargs["hidden_states"]
-
-
-class _PlaceholderEdge(_Placeholder):
-    """An embedding, norm or head of another stage. After the layers it returns its input; before them it must not be called."""
-
-    def __init__(self, module: nn.Module, name: str, before_layers: bool):
-        super().__init__(module)
-        self._name, self._before = name, before_layers
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._before:
             raise UserError(f"the family reads {self._name} on every stage", remedy=CANNOT_CUT)
-        return args[0] if args else next(iter(kwargs.values()))
+        return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
 
 
 class Stage(nn.Module):
@@ -240,7 +229,7 @@ def cut(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
     stack: Any = twin.get_submodule(structure.layers_name)
     for index in range(len(stack)):
         if index not in part.layers:
-            stack[index] = _PlaceholderLayer(stack[index])
+            stack[index] = _Placeholder(stack[index], f"layer {index}")
     if part.count == 1:
         return twin
     embedding, head = ([name for _, name in unit.full_names()] for unit in (structure.embedding, structure.head))
@@ -260,8 +249,8 @@ def _leave_out(model: nn.Module, name: str, before_layers: bool, kept_paths: set
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     module = parent._modules.get(leaf)
-    if isinstance(module, _PlaceholderEdge):
+    if isinstance(module, _Placeholder):
         return
     if module is None or next(module.children(), None) is not None or path in kept_paths:
         raise UserError(f"{name} sits on a module that a stage cannot leave out", remedy=CANNOT_CUT)
-    parent._modules[leaf] = _PlaceholderEdge(module, path, before_layers)
+    parent._modules[leaf] = _Placeholder(module, path, before_layers)

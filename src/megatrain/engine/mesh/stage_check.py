@@ -11,7 +11,7 @@ from torch import nn
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.stage import CANNOT_CUT, Stage, cut, plan_parts
 from megatrain.engine.objective import IGNORED, cross_entropy_sum
-from megatrain.engine.parity_check import NoTinyCopy, tiny_model
+from megatrain.engine.parity_check import NoTinyCopy, find_differences, tiny_model
 from megatrain.errors import UserError
 from megatrain.models.structure import dissect
 
@@ -48,7 +48,7 @@ def verify_cut(model: nn.Module, batch: dict[str, torch.Tensor], stages: int = 2
         model: With real parameters; its gradients are used and cleared.
         batch: `input_ids` and `labels` (B, T).
         stages: Number of stages, at most the number of layers.
-        tolerance: Largest relative difference.
+        tolerance: Largest relative difference of loss and gradients.
 
     Raises:
         UserError: The family differs, or cannot be cut.
@@ -80,13 +80,5 @@ def verify_cut(model: nn.Module, batch: dict[str, torch.Tensor], stages: int = 2
         raise UserError(
             f"a chain of stages does not run: {type(error).__name__}: {error}", where, CANNOT_CUT
         ) from error
-    differences = []
-    if not abs(loss - want_loss) <= tolerance * abs(want_loss):
-        differences.append(f"loss {loss:.6f} instead of {want_loss:.6f}")
-    largest = max(float(g.norm()) for g in want.values())
-    for name, gradient in want.items():
-        error = float((got[name] - gradient).norm()) if name in got else float("inf")
-        if not error <= tolerance * (float(gradient.norm()) + 1e-3 * largest):
-            differences.append(f"gradient of {name} off by {error / (float(gradient.norm()) + 1e-30):.1e}")
-    if differences:
+    if differences := find_differences(loss, want_loss, got, want, tolerance, tolerance):
         raise UserError(f"a chain of stages computes something else: {'; '.join(differences[:3])}", where, CANNOT_CUT)
