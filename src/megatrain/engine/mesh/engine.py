@@ -163,8 +163,6 @@ class MeshEngine(Engine):
         stage_layers = [len(part.layers) for part in self.parts]
         self._meter = RankMeter(self.layout, stage_layers, self.runner, self.device, sample_every_steps)
 
-    # ---------------------------------------------------------------- training
-
     def train_step(self, batch: Mapping[str, torch.Tensor], learning_rate: float | None = None) -> StepResult:
         """See `Engine.train_step`. Collective: the same batch, and the same result, on every rank."""
         started = time.perf_counter()
@@ -227,8 +225,6 @@ class MeshEngine(Engine):
                 loss_sum.zero_()
             dist.all_reduce(loss_sum)
         return EvalResult(loss_sum.item(), tokens)
-
-    # ---------------------------------------------------------------- state
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine.named_parameters`. Collective: exhaust it on every rank."""
@@ -396,8 +392,6 @@ class MeshEngine(Engine):
         self._closed = True
         self.stages.clear()
 
-    # ---------------------------------------------------------------- construction
-
     def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
         """The whole model on meta, in the masters' dtype even where the family's code asks for fp32."""
         meta = build_model(model, config, self._master_dtype, trust_remote_code, attention)
@@ -471,8 +465,6 @@ class MeshEngine(Engine):
         if not part.first or layout.tensor > 1:
             stage.hook_entry()
         return stage, boxes
-
-    # ---------------------------------------------------------------- small parts
 
     def _shape(self, name: str) -> torch.Size:
         return self.structure.model.get_parameter(name).shape

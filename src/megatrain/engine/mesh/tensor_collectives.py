@@ -55,12 +55,12 @@ class TensorGroup:
 
 def gather_tokens(own_BSD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """(B, S, D) -> (B, L, D). See [Note: collectives of a tensor group]."""
-    return _Gather.apply(own_BSD, group.size, group.name)  # type: ignore[return-value]
+    return _Exchange.apply(own_BSD, group.size, group.name, True)  # type: ignore[return-value]
 
 
 def scatter_tokens(share_BLD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """(B, L, D), summed over the ranks -> (B, S, D). See [Note: collectives of a tensor group]."""
-    return _Scatter.apply(share_BLD, group.size, group.name)  # type: ignore[return-value]
+    return _Exchange.apply(share_BLD, group.size, group.name, False)  # type: ignore[return-value]
 
 
 def own_tokens(whole_BLD: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -131,26 +131,17 @@ class RowWise(nn.Linear):
         return own_BSO if self.bias is None else own_BSO + self.bias
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_BSD: torch.Tensor, size: int, name: str) -> torch.Tensor:
-        ctx.size, ctx.name = size, name
-        return _all_gather(own_BSD, size, name)
+class _Exchange(torch.autograd.Function):
+    """All-gathers tokens, or reduce-scatters them; the backward is the other one."""
 
     @staticmethod
-    def backward(ctx: Any, gradient_BLD: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return _reduce_scatter(gradient_BLD, ctx.size, ctx.name), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share_BLD: torch.Tensor, size: int, name: str) -> torch.Tensor:
-        ctx.size, ctx.name = size, name
-        return _reduce_scatter(share_BLD, size, name)
+    def forward(ctx: Any, tensor: torch.Tensor, size: int, name: str, gathers: bool) -> torch.Tensor:
+        ctx.size, ctx.name, ctx.gathers = size, name, gathers
+        return (_all_gather if gathers else _reduce_scatter)(tensor, size, name)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BSD: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return _all_gather(gradient_BSD, ctx.size, ctx.name), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return (_reduce_scatter if ctx.gathers else _all_gather)(gradient, ctx.size, ctx.name), None, None, None
 
 
 class _AddUp(torch.autograd.Function):

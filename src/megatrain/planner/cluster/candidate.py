@@ -135,12 +135,12 @@ def _elements(splits: Sequence[ParameterSplit], tensor: int, fsdp: int) -> int:
     return sum(math.prod(box_of(p.shape, p.tensor_dim, (0, tensor), (0, fsdp)).sizes) for p in splits)
 
 
-def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int | None]:
-    """The dimension along which tensor parallel splits each parameter of the edges and of the sampled layers.
+def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int]:
+    """The dimension along which tensor parallel splits parameters of the edges and of the sampled layers.
 
     Empty if it cannot split the model; `Layout.problems` says so by name.
     """
-    dims: dict[str, int | None] = {}
+    dims: dict[str, int] = {}
     with fake_group(2, 0):
         mesh = mesh_of(Layout(tensor=2, shard=1), "cpu")["tensor"]
         for index in samples:
@@ -150,8 +150,7 @@ def _tensor_dims(structure: Structure, samples: Sequence[int]) -> dict[str, int 
                 parallelize(stage, structure, mesh)
             except UserError:
                 return {}
-            for name, _ in stage.model.named_parameters(remove_duplicate=False):
-                dims[name] = stage.split[name][0] if name in stage.split else None
+            dims |= {name: dim for name, (dim, _) in stage.split.items()}
     return dims
 
 
@@ -176,8 +175,8 @@ def count_on_fake_group(structure: Structure, layout: Layout, pipeline_rank: int
         devices = Devices(layout, at, torch.device("meta"), mesh_of(layout, "cpu"), None, None, save_group=world)
         held = 0
         parts = plan_parts(structure, layout)
-        for index in layout.stages_of(pipeline_rank):
-            stage = Stage(cut(structure.model, structure, parts[index]), structure, parts[index], layout.tensor)
+        for part in (parts[index] for index in layout.stages_of(pipeline_rank)):
+            stage = Stage(cut(structure.model, structure, part), structure, part, layout.tensor)
             if layout.tensor > 1:
                 parallelize(stage, structure, devices.mesh["tensor"])
             shard(stage, devices, BF16_POLICY, keep_unsharded=layout.pipeline > 1)
