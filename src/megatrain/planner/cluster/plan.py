@@ -19,7 +19,6 @@ from megatrain.errors import PlanRefused, UserError
 from megatrain.machine.machine import Cluster, load_cluster
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
 from megatrain.models.structure import dissect
-from megatrain.planner.plan import StepSize
 from megatrain.planner.cluster.candidate import Candidate, Inventory, Overheads, Request, count_on_fake_group
 from megatrain.planner.cluster.estimate import Estimate, allowed_bytes, evaluate
 from megatrain.planner.cluster.memory import heaviest_rank
