@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.commands.bench.bench import Work, bench, plan_overrides
+from megatrain.commands.bench.bench import bench
+from megatrain.commands.bench.work import Work, plan_overrides
 from megatrain.commands.main import main
 from megatrain.errors import UserError
 

@@ -21,7 +21,7 @@ from megatrain.errors import MegatrainError, UserError
 from megatrain.run.signals import INTERRUPTED
 
 if TYPE_CHECKING:
-    from megatrain.commands.bench.bench import Work
+    from megatrain.commands.bench.work import Work
 
 FILE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO}
@@ -197,7 +197,7 @@ def _work(arguments: argparse.Namespace, say: Callable[[str], None] = lambda tex
 
     if arguments.machine is not None:
         read_figures(arguments.machine)  # report a wrong file before the imports below, which take seconds
-    from megatrain.commands.bench.bench import Work, plan_overrides
+    from megatrain.commands.bench.work import Work, plan_overrides
 
     limits = _given(arguments, "device", "device_gib", "host_gib", "device_fraction")
     return Work(

@@ -28,7 +28,7 @@ from megatrain.run.folder import nearest_existing
 from megatrain.run.prepare import prepare
 
 if TYPE_CHECKING:
-    from megatrain.commands.bench.bench import Work
+    from megatrain.commands.bench.work import Work
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ def trace_shape(
     work: Work, *, steps: int, warmup: int, out: Path, png: Path | None = None, save: bool = False
 ) -> dict[str, Any]:
     """Trace steps of a benchmark's shape; see `trace_run`."""
-    from megatrain.commands.bench.bench import engine_for, random_batch
+    from megatrain.commands.bench.work import engine_for, random_batch
 
     quiet_libraries()
     with (

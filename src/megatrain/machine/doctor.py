@@ -27,29 +27,17 @@ BYTES_PER_UPDATE = AdamW().update_bytes(2)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Facts from the system, beside the measured figures.
+    """Facts from the system, beside the measured figures."""
 
-    Attributes:
-        all_cores: Cores of the machine.
-        allowed_cpus: Cores in the process's affinity.
-        cpu_quota: CPU quota of the container in cores, None without a limit.
-        nodes: NUMA node -> its cores.
-        link: The GPU's link.
-        total_host_bytes: Memory of the machine, including memory that this process may not use.
-        locked_limit: `ulimit -l` in bytes, None without a limit.
-        wsl: Whether this is Linux inside Windows.
-        disk_free_bytes: Free space where runs are written.
-    """
-
-    all_cores: int
-    allowed_cpus: frozenset[int]
-    cpu_quota: float | None
-    nodes: Mapping[int, set[int]]
-    link: system.Link | None
-    total_host_bytes: int
-    locked_limit: int | None
-    wsl: bool
-    disk_free_bytes: int
+    all_cores: int  # cores of the machine
+    allowed_cpus: frozenset[int]  # cores in the process's affinity
+    cpu_quota: float | None  # CPU quota of the container in cores, None without a limit
+    nodes: Mapping[int, set[int]]  # NUMA node -> its cores
+    link: system.Link | None  # of the GPU
+    total_host_bytes: int  # memory of the machine, including memory that this process may not use
+    locked_limit: int | None  # `ulimit -l` in bytes, None without a limit
+    wsl: bool  # Linux inside Windows
+    disk_free_bytes: int  # where runs are written
 
     @property
     def quota_binds(self) -> bool:

@@ -33,55 +33,31 @@ MAY_BE_ZERO = (
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU (or none), its host and the link between them.
-
-    Attributes:
-        name: The machine's name in texts.
-        device_gib: GPU memory available to a process, 0 without a GPU.
-        host_gib: Host memory available to a process.
-        cores: CPU cores this process may use.
-        h2d_gbps, d2h_gbps: Pinned copies to and from the GPU, one direction at a time.
-        both_gbps: Each direction while both are copying.
-        host_bandwidth_gbps: Host memory, bytes read and written together.
-        adamw_gparams: AdamW on host planes by number of threads [1e9 parameters/s].
-        adamw_streaming_gparams: The best of these while weights stream to the GPU.
-        device_adamw_gparams: AdamW on the GPU [1e9 parameters/s].
-        matrix_tflops: bf16 matrix products of a layer's sizes on the GPU, fp32 accumulation.
-        device_bandwidth_gbps: GPU memory, bytes read and written together.
-        attention_tflops: Causal attention, forward and backward, fastest backend, at 1,024 tokens.
-        attention_long_tflops: The same at 32,768 tokens; None if not measured.
-        attention_ms: Milliseconds by backend, for 16,384 tokens of 32 heads.
-        disk_write_gbps, disk_read_gbps: The disk that runs are written to; 0 if not measured.
-        numa_nodes: NUMA nodes of the host.
-        device_node: NUMA node of the GPU; None if unknown.
-        pin_limit_gib: Most memory that a process may pin; None if no limit was met.
-        link: The GPU's link as the system describes it: `PCIe 5 x16`.
-        versions: torch and CUDA versions used for measuring.
-    """
+    """One GPU (or none), its host and the link between them."""
 
     name: str
-    device_gib: float
-    host_gib: float
-    cores: int
-    h2d_gbps: float = 25.0
-    d2h_gbps: float = 25.0
-    both_gbps: float = 20.0
-    host_bandwidth_gbps: float = 50.0
-    adamw_gparams: Mapping[int, float] = field(default_factory=lambda: {1: 0.5})
-    adamw_streaming_gparams: float | None = None
-    device_adamw_gparams: float = 25.0
-    matrix_tflops: float = 100.0
-    device_bandwidth_gbps: float = 800.0
-    attention_tflops: float = 60.0
-    attention_long_tflops: float | None = None
-    attention_ms: Mapping[str, float] = field(default_factory=dict)
-    disk_write_gbps: float = 0.0
+    device_gib: float  # GPU memory available to a process, 0 without a GPU
+    host_gib: float  # host memory available to a process
+    cores: int  # CPU cores this process may use
+    h2d_gbps: float = 25.0  # pinned copies to the GPU
+    d2h_gbps: float = 25.0  # pinned copies from the GPU
+    both_gbps: float = 20.0  # pinned copies in each direction while both are copying
+    host_bandwidth_gbps: float = 50.0  # host memory, bytes read and written together
+    adamw_gparams: Mapping[int, float] = field(default_factory=lambda: {1: 0.5})  # host, by threads [1e9 parameters/s]
+    adamw_streaming_gparams: float | None = None  # the best of these while weights stream to the GPU
+    device_adamw_gparams: float = 25.0  # AdamW on the GPU [1e9 parameters/s]
+    matrix_tflops: float = 100.0  # bf16 matrix products of a layer's sizes, fp32 accumulation
+    device_bandwidth_gbps: float = 800.0  # GPU memory, bytes read and written together
+    attention_tflops: float = 60.0  # causal, forward and backward, fastest backend, rows of 1,024 tokens
+    attention_long_tflops: float | None = None  # the same at 32,768 tokens; None if not measured
+    attention_ms: Mapping[str, float] = field(default_factory=dict)  # by backend, for 16,384 tokens of 32 heads
+    disk_write_gbps: float = 0.0  # the disk that runs are written to; 0 if not measured
     disk_read_gbps: float = 0.0
     numa_nodes: int = 1
-    device_node: int | None = None
-    pin_limit_gib: float | None = None
-    link: str = ""
-    versions: str = ""
+    device_node: int | None = None  # NUMA node of the GPU; None if unknown
+    pin_limit_gib: float | None = None  # most memory that a process may pin; None if no limit was met
+    link: str = ""  # of the GPU, as the system describes it: `PCIe 5 x16`
+    versions: str = ""  # torch and CUDA used for measuring
 
     @property
     def threads(self) -> int:
@@ -110,48 +86,28 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs, a fast link inside a node and a network between nodes.
-
-    Attributes:
-        name: The cluster's name in texts.
-        gpus_per_node: GPUs that share the fast link.
-        device_gib: GPU memory available to a process.
-        peak_tflops: bf16 without sparsity, from the data sheet; MFU is a share of it.
-        matrix_tflops: bf16 matrix products of a layer's sizes.
-        attention_tflops: Causal attention, forward and backward, in rows of 1,024 tokens.
-        attention_long_tflops: The same in rows of 32,768 tokens.
-        device_bandwidth_gbps: GPU memory, bytes read and written together.
-        node_gbps: Link inside a node, per GPU and direction, as reached by collectives.
-        network_gbps: Network between nodes, per GPU and direction, as reached by collectives (400 Gb/s are 50 GB/s).
-        node_latency_us, network_latency_us: One step of a collective.
-        to_host_gbps: Copies from a GPU to its host while all GPUs of the node copy.
-        gather_gbps: One process gathering a checkpoint's units over gloo.
-        storage_write_gbps, storage_read_gbps: One process writing or reading a checkpoint; there is one on each host.
-        storage_write_limit_gbps, storage_read_limit_gbps: The file system for all hosts together; None: no limit.
-        mtbf_hours: Mean time between failures of one GPU with its share of node and network.
-        restart_minutes: From a failure to the first step, without reading the checkpoint.
-    """
+    """Equal nodes of equal GPUs, a fast link inside a node and a network between nodes."""
 
     name: str
-    gpus_per_node: int
-    device_gib: float
-    peak_tflops: float
-    matrix_tflops: float
-    attention_tflops: float
-    attention_long_tflops: float
-    device_bandwidth_gbps: float
-    node_gbps: float
-    network_gbps: float
-    node_latency_us: float = 4.0
-    network_latency_us: float = 12.0
-    to_host_gbps: float = 20.0
-    gather_gbps: float = 2.0
-    storage_write_gbps: float = 2.0
+    gpus_per_node: int  # GPUs that share the fast link
+    device_gib: float  # GPU memory available to a process
+    peak_tflops: float  # bf16 without sparsity, from the data sheet; MFU is a share of it
+    matrix_tflops: float  # bf16 matrix products of a layer's sizes
+    attention_tflops: float  # causal, forward and backward, rows of 1,024 tokens
+    attention_long_tflops: float  # the same in rows of 32,768 tokens
+    device_bandwidth_gbps: float  # GPU memory, bytes read and written together
+    node_gbps: float  # link inside a node, per GPU and direction, as reached by collectives
+    network_gbps: float  # network between nodes, likewise (400 Gb/s are 50 GB/s)
+    node_latency_us: float = 4.0  # one step of a collective inside a node
+    network_latency_us: float = 12.0  # one step of a collective between nodes
+    to_host_gbps: float = 20.0  # copies from a GPU to its host while all GPUs of the node copy
+    gather_gbps: float = 2.0  # one process gathering a checkpoint's units over gloo
+    storage_write_gbps: float = 2.0  # one process writing a checkpoint; there is one on each host
     storage_read_gbps: float = 5.0
-    storage_write_limit_gbps: float | None = None
+    storage_write_limit_gbps: float | None = None  # the file system for all hosts together; None: no limit
     storage_read_limit_gbps: float | None = None
-    mtbf_hours: float = 50_000.0
-    restart_minutes: float = 10.0
+    mtbf_hours: float = 50_000.0  # mean time between failures of one GPU with its share of node and network
+    restart_minutes: float = 10.0  # from a failure to the first step, without reading the checkpoint
 
     @property
     def device_bytes(self) -> int:

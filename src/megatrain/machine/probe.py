@@ -37,6 +37,7 @@ VERSION = 1
 COPY_BYTES = 1 << 30
 ADAMW_ELEMENTS = 1 << 26
 DISK_BYTES = 1 << 30
+THREADS = (1, 2, 4, 8, 16, 32, 64, 128)
 MATRIX_SIZES = ((8192, 8192, 8192), (16384, 4096, 12288))
 
 
@@ -71,7 +72,8 @@ def known_machine(device: str | torch.device) -> Machine | None:
 def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
     """Measure the host, the disk of `disk_folder`, and the GPU if one is given."""
     cores = system.usable_cores()
-    adamw = adamw_rates(cores, ADAMW_ELEMENTS)
+    rate = _adamw_on_host(ADAMW_ELEMENTS)
+    adamw = {threads: rate(threads) for threads in sorted({count for count in THREADS if count < cores} | {cores})}
     write, read = disk_rates(disk_folder, DISK_BYTES)
     facts: dict[str, object] = {
         "name": f"{cores} cores",
@@ -86,20 +88,14 @@ def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
         "versions": f"torch {torch.__version__}",
     }
     if gpu is not None:
-        best = max(adamw, key=lambda count: adamw[count])
-        facts |= _device_facts(gpu, best, ADAMW_ELEMENTS, COPY_BYTES)
+        facts |= _link_facts(gpu, COPY_BYTES, functools.partial(rate, max(adamw, key=lambda count: adamw[count])))
+        facts |= _device_facts(gpu, ADAMW_ELEMENTS, COPY_BYTES)
         facts["name"] = f"{torch.cuda.get_device_name(gpu)}, {cores} cores, {facts['host_gib']:.0f} GiB"
     return machine_from(facts, "the probe")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Host
-
-
-def adamw_rates(cores: int, elements: int, counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)) -> dict[int, float]:
-    """AdamW on host planes by number of threads [1e9 parameters/s]."""
-    rate = _adamw_on_host(elements)
-    return {count: rate(count) for count in sorted({count for count in counts if count < cores} | {cores})}
 
 
 def _adamw_on_host(elements: int) -> Callable[[int], float]:
@@ -171,25 +167,30 @@ def disk_rates(folder: Path, nbytes: int) -> tuple[float, float]:
 # Device
 
 
-def _device_facts(gpu: torch.device, threads: int, elements: int, nbytes: int) -> dict[str, object]:
+def _device_facts(gpu: torch.device, elements: int, nbytes: int) -> dict[str, object]:
     from megatrain.device.attention import measured_backends
 
-    free, total = torch.cuda.mem_get_info(gpu)
-    copies, streaming, limit = _copies(gpu, threads, elements, nbytes)
+    optim = AdamW()
+    planes, grad = _filled(optim, elements, gpu)
+    segments = segments_of([("weight", (elements, 1), 0, elements)], optim)
+    coefficients = optim.coefficients(10, 1e-6)
+    update = functools.partial(optim.update_on_device, planes, grad, segments, coefficients)
+    adamw_s = device_seconds(update, gpu)
+    del planes, grad, update
+    source = torch.ones(nbytes, dtype=torch.uint8, device=gpu)
+    target = torch.empty_like(source)
+    copy_s = device_seconds(functools.partial(target.copy_, source), gpu)
+    del source, target
     heads, dim = 32, 128
     attention = measured_backends(heads, 8, dim, SHORT_ROW, torch.bfloat16, gpu)
     long_attention = measured_backends(heads, 8, dim, LONG_ROW, torch.bfloat16, gpu)
     bus = bus_id(gpu)
     facts: dict[str, object] = {
-        "device_gib": round(min(free + torch.cuda.memory_reserved(gpu), total) / GIB, 2),
-        **copies,
-        "adamw_streaming_gparams": streaming,
-        "device_adamw_gparams": _device_adamw(gpu, elements),
+        "device_adamw_gparams": round(elements / 1e9 / adamw_s, 1),
+        "device_bandwidth_gbps": round(2 * nbytes / 1e9 / copy_s, 0),
         "matrix_tflops": matrix_tflops(gpu),
-        "device_bandwidth_gbps": _device_bandwidth(gpu, nbytes),
         "attention_ms": {backend.name: round(ms, 3) for backend, ms in attention},
         "device_node": system.device_node(bus),
-        "pin_limit_gib": limit,
         "link": str(system.device_link(bus) or ""),
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
     }
@@ -211,10 +212,9 @@ def bus_id(gpu: torch.device) -> str:
     return f"{domain:04x}:{getattr(properties, 'pci_bus_id', 0):02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
 
 
-def _copies(
-    gpu: torch.device, threads: int, elements: int, nbytes: int
-) -> tuple[dict[str, object], float, float | None]:
-    """(link rates, AdamW while weights stream [1e9 parameters/s], pinning limit [GiB] or None)."""
+def _link_facts(gpu: torch.device, nbytes: int, adamw_rate: Callable[[], float]) -> dict[str, object]:
+    """Free memory, link rates, the rate of AdamW on the host while weights stream, and the pinning limit."""
+    free, total = torch.cuda.mem_get_info(gpu)
     limit = None
     with Arena(nbytes) as source, Arena(nbytes) as sink:
         for arena in (source, sink):
@@ -244,26 +244,17 @@ def _copies(
             run()
             torch.cuda.synchronize(gpu)
 
-        rate = _adamw_on_host(elements)
         gb = nbytes / 1e9
-        rates: dict[str, object] = {
+        facts: dict[str, object] = {
             f"{name}_gbps": round(gb / seconds_of(functools.partial(waited, copy)), 2)
             for name, copy in (("h2d", copy_in), ("d2h", copy_out), ("both", both))
         }
         for _ in range(64):  # takes longer than the updates, so that they run beside the copies
             copy_in()
-        streaming = rate(threads)
+        facts["adamw_streaming_gparams"] = adamw_rate()
         torch.cuda.synchronize(gpu)
-        return rates, streaming, limit
-
-
-def _device_adamw(gpu: torch.device, elements: int) -> float:
-    optim = AdamW()
-    planes, grad = _filled(optim, elements, gpu)
-    segments = segments_of([("weight", (elements, 1), 0, elements)], optim)
-    coefficients = optim.coefficients(10, 1e-6)
-    seconds = device_seconds(lambda: optim.update_on_device(planes, grad, segments, coefficients), gpu)
-    return round(elements / 1e9 / seconds, 1)
+    available_gib = round(min(free + torch.cuda.memory_reserved(gpu), total) / GIB, 2)
+    return {**facts, "device_gib": available_gib, "pin_limit_gib": limit}
 
 
 def matrix_tflops(gpu: torch.device) -> float:
@@ -275,12 +266,6 @@ def matrix_tflops(gpu: torch.device) -> float:
         seconds = device_seconds(functools.partial(torch.mm, left, right), gpu, repeat=10)
         best = max(best, 2 * rows * inner * columns / 1e12 / seconds)
     return round(best, 1)
-
-
-def _device_bandwidth(gpu: torch.device, nbytes: int) -> float:
-    source = torch.ones(nbytes, dtype=torch.uint8, device=gpu)
-    target = torch.empty_like(source)
-    return round(2 * nbytes / 1e9 / device_seconds(lambda: target.copy_(source), gpu), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

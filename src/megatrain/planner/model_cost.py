@@ -65,57 +65,35 @@ class Line:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a decoder layer computes and could save, per token and in bf16; see [Note: linear in the row length].
+    """What a decoder layer computes and could save, per token and in bf16; see [Note: linear in the row length]."""
 
-    Attributes:
-        saved_bytes: Everything a backward can use, the layer's own output included: what `keep` holds.
-        product_flops: Matrix products of the forward.
-        attention_flops: Fused attention of the forward; half of the full square where it is causal.
-        attention_saved_bytes: Outputs of fused attention and its log-sum-exp: what `keep_attention` holds.
-        attention_input_bytes: Queries, keys and values; attention's backward computes their gradients.
-        token_wise_bytes: Part of `saved_bytes` inside modules that may be computed in chunks of tokens.
-        token_wise_product_bytes: Results of these modules' products that a backward reads: what `keep_mlp` holds.
-        token_wise_flops: Part of `product_flops` inside these modules.
-        token_wise_parameters: Parameters of these modules, in all.
-    """
-
-    saved_bytes: Line
-    product_flops: Line
-    attention_flops: Line
-    attention_saved_bytes: Line = Line(0.0)
-    attention_input_bytes: Line = Line(0.0)
-    token_wise_bytes: Line = Line(0.0)
-    token_wise_product_bytes: Line = Line(0.0)
-    token_wise_flops: Line = Line(0.0)
-    token_wise_parameters: int = 0
+    saved_bytes: Line  # everything a backward can use, the layer's output included: what `keep` holds
+    product_flops: Line  # matrix products of the forward
+    attention_flops: Line  # fused attention of the forward; half of the full square where it is causal
+    attention_saved_bytes: Line = Line(
+        0.0
+    )  # output of fused attention and its log-sum-exp: what `keep_attention` holds
+    attention_input_bytes: Line = Line(0.0)  # queries, keys and values; attention's backward computes their gradients
+    token_wise_bytes: Line = Line(0.0)  # part of `saved_bytes` in modules that may be computed in chunks of tokens
+    token_wise_product_bytes: Line = Line(0.0)  # their products' results that a backward reads: what `keep_mlp` holds
+    token_wise_flops: Line = Line(0.0)  # part of `product_flops` in these modules
+    token_wise_parameters: int = 0  # parameters of these modules, in all
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal language model as the planner sees it.
-
-    Attributes:
-        name: The model's name in texts.
-        embedding, head: Elements of the edge units, padding included. A tied head is a final norm, or empty.
-        layers: Elements of each layer.
-        groups: Template group of each layer.
-        costs: Cost of a layer of each group.
-        hidden: Width of the hidden states.
-        vocabulary: Rows of embedding and head.
-        tied: Whether embedding and head share one tensor.
-        norm_in_chunks: Whether the final norm may be computed in chunks of tokens.
-    """
+    """A causal language model as the planner sees it."""
 
     name: str
-    embedding: int
-    layers: tuple[int, ...]
-    head: int
-    groups: tuple[int, ...]
-    costs: tuple[LayerCost, ...]
-    hidden: int
-    vocabulary: int
-    tied: bool
-    norm_in_chunks: bool = False
+    embedding: int  # elements of the unit, padding included
+    layers: tuple[int, ...]  # elements of each layer
+    head: int  # elements of the unit; a tied head is a final norm, or empty
+    groups: tuple[int, ...]  # template group of each layer
+    costs: tuple[LayerCost, ...]  # of a layer of each group
+    hidden: int  # width of the hidden states
+    vocabulary: int  # rows of embedding and head
+    tied: bool  # embedding and head share one tensor
+    norm_in_chunks: bool = False  # whether the final norm may be computed in chunks of tokens
 
     @property
     def parameters(self) -> int:

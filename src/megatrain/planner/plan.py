@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.engine.plan import ExecutionPlan, Place, Policy
@@ -45,40 +45,26 @@ class Caps:
 
 @dataclass(frozen=True)
 class Options:
-    """Decisions of the user. None and `auto` leave a decision to the planner.
-
-    Attributes:
-        optim: The optimizer.
-        compute: Dtype of forward and backward.
-        transport_bytes: Bytes per gradient element on the link to the host.
-        gradient_plane: False updates weights as gradients arrive; no clipping and no resident units then.
-        compiled: Whether layers are compiled. Eager layers hold and cost more, and cannot be selective.
-        policy: Activation policy of all layers.
-        accumulation_steps, microbatch_rows, head_chunk_tokens: How the step is cut.
-        mlp_chunk_tokens: Tokens that a token-wise MLP computes together.
-        segment: K keeps the input of every K-th layer only.
-        weight_slots, gradient_slabs: Numbers of buffers.
-        staged: Planes are not pinned; copies go through two pinned buffers.
-        threads: AdamW threads.
-        offload_input: Offload inputs of recomputed layers: as many as necessary, all, or none.
-    """
+    """Decisions of the user. None and `auto` leave a decision to the planner."""
 
     optim: OptimizerSpec = field(default_factory=AdamW)
-    compute: DtypeName = "bf16"
-    transport_bytes: int = 2
-    gradient_plane: bool = True
-    compiled: bool = True
-    policy: Literal["auto"] | Policy = "auto"
+    compute: DtypeName = "bf16"  # dtype of forward and backward
+    transport_bytes: int = 2  # per gradient element on the link to the host
+    gradient_plane: bool = True  # False updates weights as gradients arrive: no clipping, and no resident units
+    compiled: bool = True  # eager layers hold and cost more, and cannot be selective
+    policy: Literal["auto"] | Policy = "auto"  # activation policy of all layers
     accumulation_steps: int | None = None
     microbatch_rows: int | None = None
     head_chunk_tokens: int | None = None
-    mlp_chunk_tokens: int | None = None
-    segment: int = 1
+    mlp_chunk_tokens: int | None = None  # tokens that a token-wise MLP computes together
+    segment: int = 1  # K keeps the input of every K-th layer only
     weight_slots: int = 2
     gradient_slabs: int = 12
-    staged: bool = False
-    threads: int | None = None
-    offload_input: Literal["auto", "on", "off"] = "auto"
+    staged: bool = False  # planes are not pinned; copies go through two pinned buffers
+    threads: int | None = None  # AdamW threads
+    offload_input: Literal["auto", "on", "off"] = (
+        "auto"  # inputs of recomputed layers: as many as necessary, all, or none
+    )
 
     @property
     def compute_bytes(self) -> int:
@@ -100,6 +86,24 @@ class Options:
             return 0
         return 4 if accumulation_steps > 1 else self.transport_bytes
 
+    def execution(self) -> ExecutionPlan:
+        """The decisions as a plan, with the engine's defaults for everything that is left to the planner."""
+        return ExecutionPlan(
+            activations="recompute" if self.policy == "auto" or self.segment > 1 else self.policy,
+            offload_input=self.offload_input == "on",
+            selective_budget=SELECTIVE_BUDGET,
+            mlp_chunk_tokens=self.mlp_chunk_tokens,
+            segment=self.segment,
+            microbatch_rows=self.microbatch_rows,
+            accumulation_steps=self.accumulation_steps or 1,
+            head_chunk_tokens=self.head_chunk_tokens,
+            weight_slots=self.weight_slots,
+            gradient_slabs=self.gradient_slabs,
+            gradient_plane=self.gradient_plane,
+            compile="auto" if self.compiled else "off",
+            threads=self.threads,
+        )
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -114,28 +118,19 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a step.
+    """One way to run a step."""
 
-    Attributes:
-        resident_layers: Number of layers, counted from the first, that live on the device.
-        resident_embedding, resident_head: Whether these live on the device.
-        policies: Activation policy of each layer.
-        offloaded: Number of layers, counted from the first, whose input is offloaded to the host.
-        accumulation_steps: Passes over the layers.
-        microbatch_rows: Rows that a layer computes together.
-        head_chunk_tokens: Tokens whose logits exist at the same time.
-        mlp_chunk_tokens: Tokens that an MLP and the final norm compute together; None: a whole microbatch.
-    """
-
-    resident_layers: int
+    resident_layers: int  # number of layers on the device, counted from the first
     resident_embedding: bool
     resident_head: bool
-    policies: tuple[Policy, ...]
-    offloaded: int
-    accumulation_steps: int
-    microbatch_rows: int
-    head_chunk_tokens: int
-    mlp_chunk_tokens: int | None = None
+    policies: tuple[Policy, ...]  # of each layer
+    offloaded: int  # number of layers whose input is offloaded, counted from the first
+    accumulation_steps: int  # passes over the layers
+    microbatch_rows: int  # rows that a layer computes together
+    head_chunk_tokens: int  # tokens whose logits exist at the same time
+    mlp_chunk_tokens: int | None = (
+        None  # tokens that an MLP and the final norm compute together; None: a whole microbatch
+    )
 
     def resident_elements(self, shape: ModelShape) -> int:
         edges = shape.embedding * self.resident_embedding + shape.head * self.resident_head
@@ -151,20 +146,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cut:
-    """A step cut into accumulation steps, microbatches and head chunks; sizes of the largest ones.
+    """A step cut into accumulation steps, microbatches and head chunks; sizes of the largest ones."""
 
-    Attributes:
-        rows, tokens: Of one accumulation step.
-        microbatches, microbatch_tokens: Microbatches of an accumulation step; tokens of one.
-        head_chunks, head_tokens: Head chunks of an accumulation step; tokens of one.
-    """
-
-    rows: int
+    rows: int  # of one accumulation step, as are all others
     tokens: int
     microbatches: int
-    microbatch_tokens: int
+    microbatch_tokens: int  # of one microbatch
     head_chunks: int
-    head_tokens: int
+    head_tokens: int  # of one head chunk
 
     @classmethod
     def of(cls, step: StepSize, choice: Choice) -> Cut:
@@ -183,39 +172,24 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run's steps are computed, with their predicted memory and time.
-
-    Attributes:
-        model, machine: Names.
-        parameters: Parameters of the model.
-        step: The step that was planned.
-        options, choice: Decisions of the user, and of the planner.
-        threads: AdamW threads.
-        placement: Where each unit lives, in forward order.
-        host, device, disk: Bytes by purpose; the device's at its worst moment, the disk's of one checkpoint.
-        device_moment: Name of the device's worst moment.
-        caps: Bytes that were allowed.
-        timeline: Predicted seconds.
-        steps: Length of the run, None if unknown.
-        warnings: Reasons why a run with this plan would be refused.
-    """
+    """How a run's steps are computed, with their predicted memory and time."""
 
     model: str
     machine: str
-    parameters: int
+    parameters: int  # of the model
     step: StepSize
     options: Options
     choice: Choice
-    threads: int
-    placement: Mapping[str, Place]
+    threads: int  # AdamW threads
+    placement: Mapping[str, Place]  # of each unit, in forward order
     host: Lines
-    device: Lines
-    disk: Lines
-    device_moment: str
+    device: Lines  # at its worst moment
+    disk: Lines  # of one checkpoint
+    device_moment: str  # the device's worst moment
     caps: Caps
     timeline: Timeline
-    steps: int | None = None
-    warnings: tuple[str, ...] = ()
+    steps: int | None = None  # length of the run, None if unknown
+    warnings: tuple[str, ...] = ()  # reasons why a run with this plan would be refused
 
     @property
     def host_bytes(self) -> int:
@@ -249,21 +223,16 @@ class Plan:
     @property
     def execution(self) -> ExecutionPlan:
         """The part that the engine follows."""
-        choice, options = self.choice, self.options
-        return ExecutionPlan(
+        choice = self.choice
+        return replace(
+            self.options.execution(),
             placement=self.placement,
             activations=dict(enumerate(choice.policies)),
             offload_input=frozenset(range(choice.offloaded)),
-            selective_budget=SELECTIVE_BUDGET,
             mlp_chunk_tokens=choice.mlp_chunk_tokens,
-            segment=options.segment,
             microbatch_rows=choice.microbatch_rows,
             accumulation_steps=choice.accumulation_steps,
             head_chunk_tokens=choice.head_chunk_tokens,
-            weight_slots=options.weight_slots,
-            gradient_slabs=options.gradient_slabs,
-            gradient_plane=options.gradient_plane,
-            compile="auto" if options.compiled else "off",
             threads=self.threads,
         )
 

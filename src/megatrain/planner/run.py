@@ -77,34 +77,20 @@ def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | 
     """
     import torch
 
-    batch, memory, activations, precision = run.batch, run.memory, run.activations, run.precision
+    memory, precision = run.memory, run.precision
     if not training:
         plan = ExecutionPlan(
-            microbatch_rows=batch.microbatch_rows,
-            head_chunk_tokens=batch.head_chunk_tokens,
+            microbatch_rows=run.batch.microbatch_rows,
+            head_chunk_tokens=run.batch.head_chunk_tokens,
             # the engine requires the plane with fp16, although an evaluation never uses it
             gradient_plane=memory.gradient_plane and precision.compute_dtype == "fp16",
-            compile=activations.compile,
+            compile=run.activations.compile,
             threads=run.run.threads,
         )
     elif run.run.device != "cpu" and torch.cuda.is_available():
         plan = plan_run(run, total_steps=total_steps).execution
     else:
-        policy = activations.layer_policy
-        plan = ExecutionPlan(
-            activations="recompute" if policy == "auto" or activations.segment is not None else policy,
-            offload_input=activations.offload_input == "on",
-            mlp_chunk_tokens=activations.mlp_chunk_tokens,
-            segment=activations.segment or 1,
-            microbatch_rows=batch.microbatch_rows,
-            accumulation_steps=batch.accumulation_steps,
-            head_chunk_tokens=batch.head_chunk_tokens,
-            weight_slots=memory.weight_slots,
-            gradient_slabs=memory.gradient_slabs,
-            gradient_plane=memory.gradient_plane,
-            compile=activations.compile,
-            threads=run.run.threads,
-        )
+        plan = options_of(run).execution()
     return replace(
         plan,
         pin=memory.pin,
@@ -128,6 +114,7 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
         UserError: The model or the machine file is not usable, or this machine has no GPU.
         PlanRefused: Nothing fits.
     """
+    from megatrain.machine.probe import probe
     from megatrain.models.build import find_model_folder, load_model_config
 
     folder = find_model_folder(run.model.path)
@@ -139,7 +126,10 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
             raise UserError("has no GPU to plan for", f"{machine_file}: device_gib", "give the memory of a GPU")
         caps = caps_for(machine, device_fraction=memory.device_fraction)
     else:
-        machine = _this_machine(run)
+        machine = probe("cuda" if run.run.device == "cuda" else "auto")
+        if machine.device_gib == 0:
+            remedy = "give a machine with one by --machine FILE (docs/machines); on a CPU training needs no plan"
+            raise UserError("this machine has no GPU to plan for", "plan", remedy)
         caps = available_caps(machine, memory.device_fraction)
     host_bytes, device_bytes = caps.host_bytes - int(memory.host_reserve_gib * GIB), caps.device_bytes
     if memory.host_gib != "auto":
@@ -224,7 +214,7 @@ def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
     shape = _shape_of_run(run, config)
     step = StepSize(run.rows_per_step, run.data.max_tokens)
     compute = "fp32" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
-    options = replace(options_of(run, compute), compiled=run.activations.compile == "on")
+    options = replace(options_of(run, compute), compiled=False)  # layers are compiled on GPUs only
     policy = "recompute" if options.policy == "auto" or options.segment > 1 else options.policy
     choice = Choice(
         resident_layers=0,
@@ -307,16 +297,3 @@ def available_caps(machine: Machine, device_fraction: float = DEVICE_FRACTION) -
 def _shape_of_run(run: RunConfig, config: PreTrainedConfig, name: str | None = None) -> ModelShape:
     code = run.model.trust_remote_code
     return shape_of(config, name=name, attn_implementation=run.model.attn_implementation, trust_remote_code=code)
-
-
-def _this_machine(run: RunConfig) -> Machine:
-    from megatrain.machine.probe import probe
-
-    machine = probe("cuda" if run.run.device == "cuda" else "auto")
-    if machine.device_gib == 0:
-        raise UserError(
-            "this machine has no GPU to plan for",
-            "plan",
-            "give the figures of one with --machine FILE (docs/machines); on a CPU training needs no plan",
-        )
-    return machine

@@ -45,20 +45,12 @@ ADD_SPEEDUP, NORM_SPEEDUP = 2.0, 5.0
 
 @dataclass(frozen=True)
 class Timeline:
-    """Predicted seconds of a step.
-
-    Attributes:
-        step: The whole step.
-        phases: Parts of the step, in seconds: `update_wait` (stalls of the forward behind AdamW, and the resident units' own
-            update), `forward`, `head`, `backward`, `gradient_sum` (at the end, with several accumulation steps), `other`.
-        compute: GPU computation, recompute included, without stalls.
-        busy: Work of each worker, hidden or not: gpu, cpu adamw, h2d, d2h.
-    """
+    """Predicted seconds of a step."""
 
     step: float
-    phases: dict[str, float]
-    compute: float
-    busy: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float]  # parts of the step; `update_wait`: stalls behind AdamW and the resident units' own update
+    compute: float  # GPU computation, recompute included, without stalls
+    busy: dict[str, float] = field(default_factory=dict)  # work of gpu, cpu adamw, h2d and d2h, hidden or not
 
     @property
     def bottleneck(self) -> str:
@@ -84,24 +76,15 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Seconds of a layer's passes over some tokens on one GPU. See [Note: the rates].
+    """Seconds of a layer's passes over some tokens on one GPU. See [Note: the rates]."""
 
-    Attributes:
-        plain: Forward without gradients.
-        saving: Forward that saves activations.
-        backward: Backward with everything saved.
-        products: Matrix products of a forward; the gradients of the weights take the same.
-        traffic: Reading or writing everything that the layer saves, once.
-        attention, token_wise: Attention, and the products of token-wise modules, in a forward.
-    """
-
-    plain: float
-    saving: float
-    backward: float
-    products: float
-    traffic: float
-    attention: float
-    token_wise: float
+    plain: float  # forward without gradients
+    saving: float  # forward that saves activations
+    backward: float  # backward with everything saved
+    products: float  # matrix products of a forward; the gradients of the weights take the same
+    traffic: float  # reading or writing everything that the layer saves, once
+    attention: float  # part of a forward
+    token_wise: float  # products of token-wise modules, part of a forward
 
 
 def layer_work(

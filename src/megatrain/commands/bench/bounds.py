@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from megatrain.commands.bench.work import Work
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.objective import cross_entropy_sum
 from megatrain.engine.plan import ExecutionPlan, Policy
@@ -44,42 +44,36 @@ def release() -> None:
 
 
 class Bounds:
-    """Measures the bounds of a step; see [Note: the bounds].
+    """Measures `bound` and `policy_bound` [s] of a step, None if not measured; see [Note: the bounds].
 
     Args:
-        structure, model: The shape.
-        rows, tokens: Rows of a step, and tokens of a row.
+        work: The step.
+        structure, model: Its shape.
         device: The device that computes.
         followed: The plan that the engine followed.
         made: The planner's plan, None on a CPU.
-        say: Takes lines of text.
-
-    Attributes:
-        bound, policy_bound: Seconds; None if not measured.
     """
 
     def __init__(
         self,
+        work: Work,
         structure: Structure,
         model: ModelShape,
-        rows: int,
-        tokens: int,
         device: torch.device,
         followed: ExecutionPlan,
         made: Plan | None,
-        say: Callable[[str], None],
     ):
         self.bound: float | None = None
         self.policy_bound: float | None = None
-        self._structure, self._model, self._made, self._say = structure, model, made, say
-        self._rows, self._tokens, self._device, self._followed = rows, tokens, device, followed
+        self._structure, self._model, self._made, self._say = structure, model, made, work.say
+        self._rows, self._tokens, self._device, self._followed = work.rows, work.tokens, device, followed
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._buffers = {name: buffer.to(device) for name, buffer in structure.model.named_buffers()}
         self._known: dict[tuple[int, int, Policy], float] = {}
         self._codes: dict[int, LayerCode] = {}
         config: Any = structure.model.config
         self._text = config.get_text_config()
-        self._attention = attention_order(attention_shape(self._text), tokens, self._dtype, device)
+        self._attention = attention_order(attention_shape(self._text), work.tokens, self._dtype, device)
 
     def measure(self) -> None:
         """Measure both bounds. Device OOM is a warning and leaves the bounds out."""
