@@ -29,9 +29,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def shown(run: Path, now_s: float = 1.7e9 + 5) -> str:
-    view = Watcher(run).poll()
     console = Console(file=io.StringIO(), width=80)
-    console.print(render(monitor_module.View(view.name, view.records, view.total_steps, view.log, now_s), 80))
+    console.print(render(Watcher(run).poll(now_s), 80))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

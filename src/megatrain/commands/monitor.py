@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,40 +63,40 @@ class Tail:
         return self.records
 
 
-@dataclass(frozen=True)
-class View:
-    """What the monitor shows at one moment."""
-
-    name: str
-    records: Sequence[StepRecord]
-    total_steps: int | None
-    log: Sequence[str]
-    now_s: float
-
-
 class Watcher:
-    """Reads a run's folder again on each `poll`.
+    """What the monitor shows of a run, read again on each `poll`.
 
     Raises:
         UserError: `folder` is not the folder of a run.
     """
 
     def __init__(self, folder: Path):
-        self.files = RunFolder(folder)
-        if not self.files.config.is_file():
+        files = RunFolder(folder)
+        if not files.config.is_file():
             raise UserError("is not the folder of a run (no config.yaml)", str(folder), "give run.dir of a started run")
-        self._run: RunConfig = load_config(self.files.config)
-        self._tail = Tail(self.files.metrics)
+        self.path = files.path
+        self._run: RunConfig = load_config(files.config)
+        self._tail = Tail(files.metrics)
+        self.now_s = 0.0
+        self.log: Sequence[str] = ()
 
-    def poll(self) -> View:
-        records = self._tail.read()
-        return View(
-            name=self.files.path.name,
-            records=records,
-            total_steps=_total_steps(self._run, records),
-            log=_last_lines(self.files.path / "log.txt", LOG_LINES),
-            now_s=time.time(),
-        )
+    @property
+    def records(self) -> Sequence[StepRecord]:
+        return self._tail.records
+
+    @property
+    def total_steps(self) -> int | None:
+        """Length of the run. Steps per epoch follow from the newest record; None before the first one."""
+        if self._run.schedule.steps is not None:
+            return self._run.schedule.steps
+        last = self.records[-1] if self.records else None
+        return self._run.schedule.total_steps(round(last.step / last.epoch)) if last and last.epoch else None
+
+    def poll(self, now_s: float | None = None) -> Watcher:
+        self._tail.read()
+        self.log = _last_lines(self.path / "log.txt", LOG_LINES)
+        self.now_s = time.time() if now_s is None else now_s
+        return self
 
 
 def monitor(folder: Path, *, every_s: float = 2.0, console: Console | None = None) -> None:
@@ -142,7 +141,7 @@ def application(watcher: Watcher, every_s: float) -> App[None]:
 
     class MonitorApp(App[None]):
         BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "quit"), ("r", "poll", "refresh")]
-        TITLE = watcher.files.path.name
+        TITLE = watcher.path.name
 
         def compose(self) -> ComposeResult:
             yield VerticalScroll(Static(id="view"))
@@ -158,21 +157,21 @@ def application(watcher: Watcher, every_s: float) -> App[None]:
     return MonitorApp()
 
 
-def render(view: View, width: int) -> Group:
-    """The view as a rich renderable."""
-    records = view.records
+def render(run: Watcher, width: int) -> Group:
+    """The run as a rich renderable."""
+    records = run.records
     if not records:
-        return Group(Text(f"{view.name}: no step yet"), *map(Text, view.log))
+        return Group(Text(f"{run.path.name}: no step yet"), *map(Text, run.log))
     last = records[-1]
-    total = f"/{view.total_steps:,}" if view.total_steps else ""
-    head = f"{view.name}: step {last.step:,}{total}, epoch {last.epoch:.2f}, {_age(view)}"
+    total = f"/{run.total_steps:,}" if run.total_steps else ""
+    head = f"{run.path.name}: step {last.step:,}{total}, epoch {last.epoch:.2f}, {_age(run)}"
     losses = [record.loss for record in records if record.loss is not None]
     return Group(
         Text(head, style="bold"),
-        _numbers(view),
+        _numbers(run),
         Text("training loss" if losses else ""),
         *(Text(line, style="cyan") for line in chart(losses, max(width - 12, 20), CHART_ROWS)),
-        *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in view.log),
+        *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in run.log),
     )
 
 
@@ -192,8 +191,8 @@ def chart(values: Sequence[float], width: int, rows: int) -> list[str]:
     return lines
 
 
-def _numbers(view: View) -> Table:
-    recent = [record for record in view.records[-RECENT:] if record.step > 0]
+def _numbers(run: Watcher) -> Table:
+    recent = [record for record in run.records[-RECENT:] if record.step > 0]
     table = Table(box=None, pad_edge=False)
     for column in ("", "newest", f"mean of {len(recent)}"):
         table.add_column(column, justify="left" if not column else "right")
@@ -207,13 +206,13 @@ def _numbers(view: View) -> Table:
     )
     for name, value, spec in rows:
         found = [one for record in recent if (one := value(record)) is not None]
-        newest = value(view.records[-1])
+        newest = value(run.records[-1])
         table.add_row(name, _shown(newest, spec), _shown(sum(found) / len(found) if found else None, spec))
-    val = [(record.step, record.val_loss) for record in view.records if record.val_loss is not None]
+    val = [(record.step, record.val_loss) for record in run.records if record.val_loss is not None]
     if val:
         step, best = min(val, key=lambda pair: pair[1])
         table.add_row("validation loss", f"{val[-1][1]:.4f}", f"lowest {best:.4f} at {step:,}")
-    if skipped := view.records[-1].skipped_steps:
+    if skipped := run.records[-1].skipped_steps:
         table.add_row("skipped steps", f"{skipped:,}", "")
     return table
 
@@ -222,27 +221,19 @@ def _shown(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
-def _age(view: View) -> str:
+def _age(run: Watcher) -> str:
     """`done`, the time left, or how long ago the newest step was."""
-    last = view.records[-1]
-    ago_s = max(0.0, view.now_s - last.unix_time_s)
-    recent = [record.step_s for record in view.records[-RECENT:] if record.step > 0]
+    last = run.records[-1]
+    ago_s = max(0.0, run.now_s - last.unix_time_s)
+    recent = [record.step_s for record in run.records[-RECENT:] if record.step > 0]
     pace_s = sum(recent) / len(recent) if recent else 0.0
-    if view.total_steps is not None and last.step >= view.total_steps:
+    if run.total_steps is not None and last.step >= run.total_steps:
         return "done"
     if recent and ago_s > max(60.0, 10 * pace_s):
         return f"no step for {timedelta(seconds=round(ago_s))}"
-    if view.total_steps is None or not recent:
+    if run.total_steps is None or not recent:
         return "running"
-    return f"{timedelta(seconds=round((view.total_steps - last.step) * pace_s))} left"
-
-
-def _total_steps(run: RunConfig, records: Sequence[StepRecord]) -> int | None:
-    """Length of the run in steps. Steps per epoch follow from the newest record; None before the first one."""
-    if run.schedule.steps is not None:
-        return run.schedule.steps
-    last = records[-1] if records else None
-    return run.schedule.total_steps(round(last.step / last.epoch)) if last is not None and last.epoch else None
+    return f"{timedelta(seconds=round((run.total_steps - last.step) * pace_s))} left"
 
 
 def _last_lines(path: Path, count: int) -> list[str]:

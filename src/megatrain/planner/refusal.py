@@ -49,14 +49,6 @@ class Remedy:
     comment: str = ""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Changes with which the run fits, and its predicted speed then."""
-
-    text: str
-    tokens_per_s: float
-
-
 def refusal(request: PlanRequest) -> str:
     """The memory of the closest choice, and the remedies with their results."""
     shape, step, caps, options = request.shape, request.step, request.caps, request.options
@@ -104,12 +96,12 @@ def _reductions(request: PlanRequest, choice: Choice, too_small: set[Place]) -> 
     lines: list[str] = []
     fits = [_fit(request, remedy) for remedy in remedies]
     for remedy, fit in zip(remedies, fits, strict=True):
-        verdict = f"then it fits, {fit.tokens_per_s:,.0f} tokens/s" if fit else "not enough alone"
-        lines.append(f"{fit.text if fit else remedy.name}{remedy.comment}; {verdict}")
+        text, verdict = (fit[0], f"then it fits, {fit[1]:,.0f} tokens/s") if fit else (remedy.name, "not enough alone")
+        lines.append(f"{text}{remedy.comment}; {verdict}")
     if not any(fits):
         pairs = [fit for pair in itertools.combinations(remedies, 2) if (fit := _fit(request, *pair)) is not None]
-        pairs.sort(key=lambda fit: -fit.tokens_per_s)
-        lines += [f"together: {fit.text}; then it fits, {fit.tokens_per_s:,.0f} tokens/s" for fit in pairs[:MOST_PAIRS]]
+        pairs.sort(key=lambda fit: -fit[1])
+        lines += [f"together: {text}; then it fits, {rate:,.0f} tokens/s" for text, rate in pairs[:MOST_PAIRS]]
         if len(remedies) > 1 and not pairs:
             lines.append("no two of these are enough together")
     if "device" in too_small:
@@ -127,8 +119,8 @@ def _changed(request: PlanRequest, *changes: Change) -> PlanRequest:
     return request
 
 
-def _fit(request: PlanRequest, *remedies: Remedy) -> Fit | None:
-    """The mildest changes, one of each remedy, with which the run fits."""
+def _fit(request: PlanRequest, *remedies: Remedy) -> tuple[str, float] | None:
+    """The mildest changes, one of each remedy, with which the run fits: (text, predicted tokens/s then)."""
     *others, last = remedies
     for first in itertools.product(*(remedy.changes for remedy in others)):
         partly = _changed(request, *first)
@@ -142,7 +134,7 @@ def _fit(request: PlanRequest, *remedies: Remedy) -> Fit | None:
         best = Search(changed).best()
         if best is not None:
             text = " with ".join(change.text for change in changes)
-            return Fit(text + _new_step(request.step, changed.step), changed.step.all_tokens / best.seconds)
+            return text + _new_step(request.step, changed.step), changed.step.all_tokens / best.seconds
     return None
 
 

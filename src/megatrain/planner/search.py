@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,9 @@ ALL_RESIDENT_AS_GOOD = 1.03
 HOST_SHARE = 0.9
 """Share of the host's AdamW rate at which choices are compared: the data loader, saves and other processes use cores and memory,
 too. At the full rate, the winner's updates would end just in time, and every disturbance would stall it."""
+
+
+_seconds = operator.attrgetter("seconds")
 
 
 @dataclass(frozen=True)
@@ -259,10 +263,6 @@ class Search:
             return replace(base, offloaded=layers)
         fewest = bisect.bisect_left(range(layers + 1), True, key=lambda n: self._fits(replace(base, offloaded=n)))
         return replace(base, offloaded=fewest)
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
 
 
 def _policies(base: Choice, *, keep_attention: int = 0, selective: int = 0, keep: int = 0) -> Choice:

@@ -17,10 +17,9 @@ layer's gradient leaves after its backward; the backward after the next one wait
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from megatrain.engine.plan import Policy
-from megatrain.machine.machine import Machine
+from megatrain.machine.machine import Cluster, Machine
 from megatrain.planner.memory import KEPT_SHARE
 from megatrain.planner.model_cost import LayerCost, ModelShape
 from megatrain.planner.plan import Choice, Cut, Options, StepSize
@@ -64,16 +63,6 @@ class Timeline:
         return "link: weights to the GPU" if inwards else "link: gradients to the host"
 
 
-class Rates(Protocol):
-    """The rates of a machine or a cluster that a layer's time depends on; see `Machine`."""
-
-    @property
-    def matrix_tflops(self) -> float: ...
-    @property
-    def device_bandwidth_gbps(self) -> float: ...
-    def attention_rate(self, tokens: int) -> float: ...
-
-
 @dataclass(frozen=True)
 class LayerWork:
     """Seconds of a layer's passes over some tokens on one GPU. See [Note: the rates]."""
@@ -88,7 +77,7 @@ class LayerWork:
 
 
 def layer_work(
-    cost: LayerCost, row_tokens: int, tokens: int, chunk_tokens: int, rates: Rates, options: Options
+    cost: LayerCost, row_tokens: int, tokens: int, chunk_tokens: int, rates: Machine | Cluster, options: Options
 ) -> LayerWork:
     """Seconds of a layer over `tokens` tokens in rows of `row_tokens`, `chunk_tokens` at a time."""
     slow = (1.0 if options.compiled else EAGER_TIME) * (FP32_TIME if options.compute == "fp32" else 1.0)
