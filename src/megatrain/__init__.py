@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from megatrain.commands.check import check as check
     from megatrain.config.load import load_config as load_config
     from megatrain.config.schema import RunConfig as RunConfig
+    from megatrain.engine.base import EvalResult as EvalResult
+    from megatrain.engine.base import StepResult as StepResult
     from megatrain.engine.host.engine import HostEngine as HostEngine
     from megatrain.engine.objective import Objective as Objective
     from megatrain.engine.plan import ExecutionPlan as ExecutionPlan
-    from megatrain.engine.results import EvalResult as EvalResult
-    from megatrain.engine.results import StepResult as StepResult
     from megatrain.errors import EngineClosed as EngineClosed
     from megatrain.errors import MegatrainError as MegatrainError
     from megatrain.errors import NumericStop as NumericStop
@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AdamW": "megatrain.optim.adamw",
     "EngineClosed": "megatrain.errors",
-    "EvalResult": "megatrain.engine.results",
+    "EvalResult": "megatrain.engine.base",
     "ExecutionPlan": "megatrain.engine.plan",
     "HostEngine": "megatrain.engine.host.engine",
     "MegatrainError": "megatrain.errors",
@@ -47,7 +47,7 @@ _HOME = {
     "PlanRefused": "megatrain.errors",
     "RunConfig": "megatrain.config.schema",
     "StateSpec": "megatrain.optim.spec",
-    "StepResult": "megatrain.engine.results",
+    "StepResult": "megatrain.engine.base",
     "UserError": "megatrain.errors",
     "check": "megatrain.commands.check",
     "evaluate": "megatrain.run.evaluate",

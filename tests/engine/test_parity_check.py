@@ -30,8 +30,7 @@ def verify_family(config: PreTrainedConfig, **options: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> None:
-    check._family_refusal.cache_clear()
-    check._packing_refusal.cache_clear()
+    check.clear_cache()
 
 
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +151,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_shell_is_refused(breakage: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     untested(monkeypatch)
     verify_family(config(BY_NAME["granite"]))
-    check._family_refusal.cache_clear()
+    check.clear_cache()
     breakage(monkeypatch)
     with pytest.raises(UserError, match=what) as caught:
         verify_family(config(BY_NAME["granite"]))

@@ -20,7 +20,7 @@ from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_
 from megatrain.commands.check import check
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import StepLoader
-from megatrain.engine.results import StepResult
+from megatrain.engine.base import StepResult
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.record import read_records
 from megatrain.run.loop import train

@@ -17,7 +17,7 @@ from counting import CountingEngine, Saved
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import StepLoader
-from megatrain.engine.results import StepResult
+from megatrain.engine.base import StepResult
 from megatrain.errors import NumericStop, UserError
 from megatrain.run.loop import TrainSummary, train
 from megatrain.run.preflight import steps_of

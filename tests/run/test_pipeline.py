@@ -14,7 +14,7 @@ from counting import CountingEngine
 from megatrain.checkpoint.reader import saved_extra
 from megatrain.commands.main import main
 from megatrain.data.rows import Prefetcher
-from megatrain.engine.results import StepResult
+from megatrain.engine.base import StepResult
 from megatrain.errors import HostMemoryLow, UserError
 from megatrain.metrics.record import Link, PipelineRecord, read_records
 from megatrain.run import health

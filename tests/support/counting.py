@@ -12,8 +12,7 @@ import torch
 from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.checkpoint.files import FolderWriter
 from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION
-from megatrain.engine.base import Batch, Engine
-from megatrain.engine.results import EvalResult, StepResult
+from megatrain.engine.base import Batch, Engine, EvalResult, StepResult
 
 
 class Saved:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Site = str
 """The function of megatrain that allocates, by itself or through autograd and HF's code: `engine/host/step.py _head`."""
-HOST = ("engine/batches.py", "loss.py find_targets", "elsewhere")
+HOST = ("engine/batches.py", "engine/objective.py find_targets", "elsewhere")
 """Where tensors are made on the host whatever the device."""
 
 

@@ -1,10 +1,11 @@
-"""`Engine`: the interface of both engines, and the checks and counters that they share."""
+"""`Engine`: the interface of both engines with its results, and the checks that they share."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,9 +15,8 @@ from torch import nn
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.engine import batches
 from megatrain.engine.objective import CrossEntropy, Objective
-from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import EngineClosed, UserError
-from megatrain.metrics.record import MeshRecord
+from megatrain.metrics.record import MeshRecord, PipelineRecord
 from megatrain.metrics.spans import Span
 from megatrain.models.build import (
     build_from_memory,
@@ -31,6 +31,50 @@ from megatrain.optim.spec import OptimizerSpec, unmatched_groups
 
 Batch = Mapping[str, torch.Tensor]
 """`input_ids`, `labels` and optionally `position_ids`, `document_ids`, `attention_mask`, each (rows, T) int64 on the CPU."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of a training step.
+
+    Attributes:
+        loss: Mean loss over the step's target tokens, None without any.
+        grad_norm: Global norm of the gradients before clipping, None without target tokens.
+        tokens: Number of target tokens.
+        skipped: Why no weight was changed; None if the update was launched.
+        seconds: `step`: the whole step; its phases `forward`, `head` and `backward`: device time, waits included; `update_wait`
+            (for updates, before and inside the forward) and `slab_wait` (for a free gradient slab, inside the backward): host
+            time, which overlaps these phases.
+        loss_scale: Loss scale of this step (fp16), else 1.
+        moved_bytes: Bytes copied for this step: `h2d` (weights, offloaded inputs) and `d2h` (gradients, inputs to offload).
+        pipeline: Figures of the instruments, None if they are off.
+        metrics: The objective's metrics, means over the target tokens.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    tokens: int
+    skipped: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    pipeline: PipelineRecord | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Loss of a batch.
+
+    Attributes:
+        loss_sum: Sum over the target tokens.
+        tokens: Number of target tokens.
+        metric_sums: The objective's metrics, sums over the target tokens.
+    """
+
+    loss_sum: float
+    tokens: int
+    metric_sums: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -150,6 +194,9 @@ class Engine(ABC):
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes of host and device memory by purpose."""
+
+    def synchronize(self) -> None:  # noqa: B027  optional
+        """Block until the updates of the latest step are applied and the device is idle."""
 
     def counters(self) -> dict[str, int | float | str]:
         """Counts, bytes and seconds of the latest step, for diagnosis; the keys depend on the engine."""

@@ -1,4 +1,4 @@
-"""What a batch must look like, checked before anything is computed."""
+"""Validation of batches, before anything is computed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def checked(
     most_positions: int | None = None,
     more_keys: Sequence[str] = (),
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Validate a batch and bring it to the form the runner takes.
+    """Validate a batch and bring it into the form that engines compute.
 
-    Document ids are turned into positions that restart, which is how HF's code tells documents apart. Positions that say
-    nothing (0..T-1 in every row) are dropped: without them HF uses its plain causal path.
+    Document ids become positions that restart, by which HF's code tells documents apart. Default positions (0..T-1 in every row)
+    are dropped, because without them HF takes its plain causal path, and so is a mask that hides nothing.
 
     Args:
         batch: int64 CPU tensors of one shape (rows, T).
         vocabulary: Number of token ids.
-        most_positions: Positions that the model knows; None: no limit.
+        most_positions: Positions that the model has a table for; None: no limit.
         more_keys: The objective's `batch_keys`: tensors of any type, of the same shape.
 
     Returns:
@@ -67,19 +67,19 @@ def checked(
     if mask is not None and bool(mask.all()):
         del tensors["attention_mask"]
     if "attention_mask" in tensors and "position_ids" in tensors and document_ids is not None:
-        raise UserError("document_ids and attention_mask together", "batch", "make the padding a document of its own")
+        raise UserError("document_ids and attention_mask together", "batch", "make the padding a separate document")
     return tensors, len(find_targets(tensors["labels"]))
 
 
 def most_positions(config: Any) -> int | None:
-    """The positions that a model has a table for; None where they are computed and go on as long as a row does."""
+    """Number of positions that a model has a table for; None if it computes them for rows of any length."""
     text = config.get_text_config()
     computed = getattr(text, "rope_parameters", None) is not None
     return None if computed else getattr(text, "max_position_embeddings", None)
 
 
 def is_packed(batch: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a checked batch has a row of several documents: positions that go back."""
+    """Whether a row of a checked batch holds several documents: its positions restart."""
     positions = batch.get("position_ids")
     return positions is not None and bool((positions[:, 1:] <= positions[:, :-1]).any())
 
@@ -109,14 +109,14 @@ def _check_mask(mask: torch.Tensor) -> None:
 
 
 def _refuse_where(wrong: torch.Tensor, values: torch.Tensor, name: str, what: str, remedy: str) -> None:
-    """Raise for the first value that is wrong, with its place; `what` says why it is."""
+    """Raise for the first wrong value, with its place; `what` says why it is wrong."""
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])
         raise UserError(f"holds {int(values[row, column])}, {what}", f"batch[{name!r}][{row}, {column}]", remedy)
 
 
 def _positions(document_ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """Positions that restart at 0 with each document; given ones must do so already."""
+    """Positions that restart at 0 with each document. Given ones must be equal to them."""
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     index = torch.arange(document_ids.shape[1]).expand(document_ids.shape)

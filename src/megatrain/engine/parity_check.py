@@ -1,18 +1,17 @@
-"""The parity gate: what no test covers is verified on a tiny copy of the model's config before a run starts.
+"""Parity check: families that no test covers are verified on a tiny copy of the model's config before a run starts.
 
-    verify_family    loss and every gradient of the family, streamed, against plain Hugging Face
+    verify_family    loss and every gradient, as an engine computes them, against plain Hugging Face
     verify_packing   documents packed into one row against the same documents alone, in plain Hugging Face
+    token_wise       which modules of the family compute each token by itself, so that long rows may be computed in chunks
 
-    token_wise       which modules of the family compute each token by itself, and so may compute a long row in chunks
-
-All in fp32 on the CPU; each takes a fraction of a second. The first two raise `UserError` for what differs or cannot run: nothing
-is trained wrong silently.
+All in fp32 on the CPU, in a fraction of a second each. The first two raise a `UserError` for what differs or cannot run, so that
+nothing is silently trained wrong.
 
 [Note: tiny copies]
 A tiny copy has the family's own code, switches and kinds of layers, but small widths, few layers and a small vocabulary.
 Sizes depend on each other in ways that only the family knows (rotary tables as wide as a head, groups of experts), so there are
-several recipes, from the smallest on, and the copy is the first model that plain Hugging Face itself can run. A recipe that
-gives a model of more than `MOST_PARAMETERS` is not built.
+several recipes, from the smallest on, and the copy is the first model that plain Hugging Face can run. A recipe that gives a
+model of more than `MOST_PARAMETERS` is not built.
 """
 
 from __future__ import annotations
@@ -44,105 +43,78 @@ MakeEngine = Callable[[nn.Module], Engine]
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-"""Relative, in fp32. What computes the same differs by rounding alone (1e-7); a missing multiplier or mask is off by 1e-2."""
+"""Relative, in fp32. Rounding alone causes 1e-7, a missing multiplier or mask 1e-2."""
 PACKING_TOLERANCE = 1e-4
-"""Of logits, relative to the largest. Documents that see each other move them by more than 1e-2."""
+"""Of logits, relative to the largest. Documents that see each other change them by more than 1e-2."""
 MOST_PARAMETERS = 50_000_000
 TOKENS, ROWS = 24, 3
 SEEDS = (0, 1)
-"""Of batches. Two, because a router's near tie may fall either way in chunks of another size: what is wrong is wrong in both."""
+"""Seeds of batches. Two, because a router's near tie may fall either way in another cut; a real error shows in both."""
 DOCUMENTS = ((7, 9, 8), (10, 14))
-"""Lengths of the documents in each packed row: shorter and longer than the tiny sliding window. None is longer than the tiny
-`index_topk`: sparse attention chooses keys by scores that are often equal, and which of them it takes depends on the row."""
+"""Lengths of the documents in each packed row, shorter and longer than the tiny sliding window. None is longer than the tiny
+`index_topk`: sparse attention picks among keys of equal score by their place in the row."""
 
-WIDTHS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-    "embedding_size": 64,
-    "intermediate_size_mlp": 96,
-    "moe_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "ffn_hidden_size": 96,
-    "shared_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "hidden_size_per_layer_input": 8,
-    "lru_width": 64,
-    "mamba_d_ssm": 128,
-}
-HEADS = {
-    "head_dim": 16,
-    "global_head_dim": 16,
-    "rotary_dim": 8,
-    "kv_channels": 16,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 12,
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-}
-LENGTHS = {
-    "vocab_size": 97,
-    "vocab_size_per_layer_input": 97,
-    "max_position_embeddings": 128,
-    "n_ctx": 128,
-    "sliding_window": 8,
-    "attention_window_size": 8,
-    "window_size": 8,
-    "attention_chunk_size": 8,
-    "local_attention": 16,
-    "index_topk": 16,
-    "chunk_size": 8,
-    "mamba_chunk_size": 8,
-    "block_size": 8,
-    "mamba_d_state": 8,
-    "ssm_state_size": 8,
-    "state_size": 8,
-}
-EXPERTS = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 16),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k"), 4),
-    "n_group": 4,
-    "topk_group": 2,
-    "zero_expert_num": 4,
-}
+
+def _sizes(names: Mapping[int, str]) -> dict[str, int]:
+    """Config field -> its size in a tiny copy."""
+    return {name: size for size, fields in names.items() for name in fields.split()}
+
+
+WIDTHS = _sizes({
+    64: "hidden_size word_embed_proj_dim embedding_size lru_width",
+    96: "intermediate_size ffn_dim intermediate_size_mlp ffn_hidden_size",
+    32: "moe_intermediate_size expert_ffn_hidden_size "
+        "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    8: "hidden_size_per_layer_input",
+    128: "mamba_d_ssm",
+})  # fmt: skip
+HEADS = _sizes({
+    16: "head_dim global_head_dim kv_channels index_head_dim "
+        "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_head_dim",
+    8: "rotary_dim qk_rope_head_dim mamba_num_heads",
+    20: "q_lora_rank",
+    24: "kv_lora_rank",
+    12: "qk_nope_head_dim v_head_dim",
+    4: "index_n_heads linear_num_value_heads linear_num_heads",
+    2: "linear_num_key_heads",
+})  # fmt: skip
+LENGTHS = _sizes({
+    97: "vocab_size vocab_size_per_layer_input",
+    128: "max_position_embeddings n_ctx",
+    8: "sliding_window attention_window_size window_size attention_chunk_size chunk_size "
+        "mamba_chunk_size block_size mamba_d_state ssm_state_size state_size",
+    16: "local_attention index_topk",
+})  # fmt: skip
+EXPERTS = _sizes({
+    16: "num_experts num_local_experts n_routed_experts moe_num_experts",
+    4: "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k n_group zero_expert_num",
+    2: "topk_group",
+})  # fmt: skip
 DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "n_dense_layers")
-"""Number of layers at the bottom that are of another kind than those above."""
+"""Config fields: the number of layers at the bottom that are of another kind than those above."""
 LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "attention_layers")
-"""A kind per layer; in some families derived from other fields."""
+"""Config fields: the kind of each layer; in some families derived from other fields."""
 
 
 def verify_family(
     config: PreTrainedConfig, make_engine: MakeEngine, *, always: bool = False, trust_remote_code: bool = False
 ) -> None:
-    """Compare a tiny copy of the family with plain Hugging Face. The answer is remembered for each config.
+    """Compare a tiny copy of the family with plain Hugging Face. The answer is cached per config.
 
-    Families of the tested list are compared as well, because the list knows nothing of a config's switches (layers that share
-    keys and values, for example). It speaks for them where no tiny copy can be made.
+    Tested families are compared, too, because a config may have switches that the tests do not cover (layers that share keys and
+    values, for example). If no tiny copy can be made, a tested family is accepted.
 
     Args:
-        config: The config of the model that is about to be trained; not changed.
+        config: The config of the model to be trained; not changed.
         make_engine: Makes the engine to verify from a tiny model: fp32 on the CPU, rows cut into microbatches.
-        always: Compare again, and do not let the tested list stand for a comparison.
+        always: Ignore cached answers, and require a comparison of tested families, too.
         trust_remote_code: Whether the family's own code may run.
 
     Raises:
-        UserError: The family cannot run this way, or differs.
+        UserError: The engine cannot run the family, or computes something else.
     """
     if always:
-        _family_refusal.cache_clear()
+        clear_cache()
     refusal = _family_refusal(
         _Key.of(config), make_engine, trust_remote_code, config.model_type in TESTED and not always
     )
@@ -153,17 +125,17 @@ def verify_family(
 def verify_packing(
     config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Check that plain Hugging Face keeps packed documents apart: each gets the logits that it gets alone.
+    """Check that plain Hugging Face keeps packed documents apart: each must get the logits that it gets alone.
 
-    Families differ in this, and releases of transformers too. The answer is remembered for each config.
+    This differs between families and releases of transformers. The answer is cached per config.
 
     Args:
-        config: The config of the model that is about to see packed rows; not changed.
-        attn_implementation: The one the model will use; None is the family's default.
+        config: The config of the model to be trained on packed rows; not changed.
+        attn_implementation: The attention implementation that the model will use; None: the family's default.
         trust_remote_code: Whether the family's own code may run.
 
     Raises:
-        UserError: Documents would see each other, or that cannot be found out.
+        UserError: Documents would see each other, or no tiny copy of the config runs.
     """
     what = _packing_refusal(_Key.of(config), attn_implementation, trust_remote_code)
     if what is not None:
@@ -175,16 +147,22 @@ def verify_packing(
 def token_wise(
     config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Mapping[ModuleKey, str]:
-    """Modules that may be computed in chunks of tokens, each with what speaks against it; see `find_token_wise`.
+    """Modules that may be computed in chunks of tokens, each with its objection; see `find_token_wise`.
 
-    Empty, with a warning, where no tiny copy of the config runs. The answer is remembered for each config.
+    Empty, with a warning, if no tiny copy of the config runs. The answer is cached per config.
     """
     return _token_wise(_Key.of(config), attn_implementation, trust_remote_code)
 
 
+def clear_cache() -> None:
+    """Forget all cached answers."""
+    for remembered in (_family_refusal, _packing_refusal, _token_wise):
+        remembered.cache_clear()
+
+
 @dataclass(frozen=True)
 class _Key:
-    """A config as the key of a cache: equal where all its fields are."""
+    """Makes a config hashable; two are equal if all their fields are."""
 
     fields: str
     config: PreTrainedConfig = field(compare=False)
@@ -195,19 +173,19 @@ class _Key:
 
 
 Refusal = tuple[str, str, str | None]
-"""What, where and remedy of a UserError."""
+"""Arguments of a UserError: what, where, remedy."""
 
 
 @functools.lru_cache(maxsize=64)
 def _family_refusal(key: _Key, make_engine: MakeEngine, trust_remote_code: bool, tested: bool) -> Refusal | None:
-    """Why a family cannot be trained, None where it can."""
+    """Why the family cannot be trained; None if it can."""
     where = f"model type {key.config.model_type}"
-    logger.info("verifying the family %s on a tiny copy of its config", key.config.model_type)
+    logger.info("parity check of model type %s on a tiny copy", key.config.model_type)
     try:
         model = tiny_model(key.config, None, trust_remote_code)
     except NoTinyCopy as error:
         if tested:
-            logger.warning("%s: %s; going on, since its parity is part of the test suite", where, error)
+            logger.warning("%s: %s; accepted, since the test suite covers its parity", where, error)
             return None
         return f"{error}, so the family cannot be verified", where, "it is not supported by the host engine yet"
     return _difference(model, make_engine, where)
@@ -215,7 +193,7 @@ def _family_refusal(key: _Key, make_engine: MakeEngine, trust_remote_code: bool,
 
 @functools.lru_cache(maxsize=64)
 def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) -> str | None:
-    """Why packed rows cannot be trained, None where they can."""
+    """Why packed rows cannot be trained; None if they can."""
     try:
         model = tiny_model(key.config, attention, trust_remote_code)
     except NoTinyCopy as error:
@@ -249,14 +227,14 @@ def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Ma
 
 
 def _packing_error(model: Any) -> float:
-    """Largest difference between the logits of packed documents and those of the same documents alone, relative."""
+    """Largest relative difference between the logits of packed documents and those of the same documents alone."""
     generator = torch.Generator().manual_seed(0)
     length = sum(DOCUMENTS[0])
     ids_BT = torch.randint(3, _vocabulary(model), (len(DOCUMENTS), length), generator=generator)
     positions_BT = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
     worst = 0.0
     with torch.no_grad():
-        for rows in (slice(0, 2), slice(0, 1)):  # some families take another path for a single row
+        for rows in (slice(0, 2), slice(0, 1)):  # some families have another path for a single row
             packed_BTV = model(input_ids=ids_BT[rows], position_ids=positions_BT[rows], use_cache=False).logits
             for row, documents in enumerate(DOCUMENTS[rows]):
                 start = 0
@@ -272,11 +250,11 @@ def _packing_error(model: Any) -> float:
 
 
 class NoTinyCopy(Exception):
-    """No copy of the config runs in plain Hugging Face."""
+    """No tiny copy of a config runs in plain Hugging Face."""
 
 
 def tiny_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Copies of a config with small sizes; first everything small, then less and less is touched. See [Note: tiny copies]."""
+    """Small copies of a config, from the smallest to one that only lowers the vocabulary. See [Note: tiny copies]."""
     recipes: tuple[Callable[[Any], Mapping[str, int]], ...] = (
         lambda part: WIDTHS | HEADS | LENGTHS | EXPERTS | _few_heads(part) | _in_proportion(part),
         lambda part: WIDTHS | LENGTHS | EXPERTS | _few_heads(part) | _heads_of_full_size(part),
@@ -291,20 +269,20 @@ def tiny_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A config and those inside it (of a text model, of a vision tower)."""
+    """A config and the configs inside it (of a text model, of a vision tower)."""
     inner = [part for value in vars(config).values() if isinstance(value, PreTrainedConfig) for part in _parts(value)]
     return [config, *inner]
 
 
 def _few_heads(config: Any) -> dict[str, int]:
-    """Four heads, and key-value heads as the family has them: as many, or half of them, or one."""
+    """Four heads, and as many key-value heads if the family has as many, else two."""
     heads, before, kv_before = 4, _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
     kv_heads = heads if kv_before == before else heads // 2
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_kv_heads": heads // 2}
 
 
 def _in_proportion(config: Any) -> dict[str, int]:
-    """Sizes that families compute from others when a config is made, and then keep."""
+    """Sizes that families derive from other sizes when a config is made, and then store."""
     sizes = {}
     width, small_width = _size(config, "hidden_size"), WIDTHS["hidden_size"]
     latent = _size(config, "qk_rope_head_dim")
@@ -327,13 +305,13 @@ def _in_proportion(config: Any) -> dict[str, int]:
 
 
 def _heads_of_full_size(config: Any) -> dict[str, int]:
-    """Heads of the size they have: tables as wide as a head (long-context factors, rotary sections) stay right."""
+    """Four heads of the original size, so that tables as wide as a head (long-context factors, rotary sections) still fit."""
     heads, width = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     return {"hidden_size": 4 * (width // heads)} if heads and width else {}
 
 
 def _get(config: Any, name: str) -> Any:
-    """A field, None where there is none. Of one that differs between layers, the value of most of them."""
+    """A field, None if it does not exist. If it differs between layers, the value of most of them."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers refuses to read such a field from the whole model's config
@@ -346,14 +324,14 @@ def _size(config: Any, name: str) -> int | None:
 
 
 def _set(config: Any, name: str, value: Any) -> None:
-    """Set a field, unless the family derives it from others."""
+    """Set a field, unless the family derives it from other fields."""
     attribute = getattr(type(config), name, None)
     if not (isinstance(attribute, property) and attribute.fset is None):
         setattr(config, name, value)
 
 
 def _shrink(config: Any, sizes: Mapping[str, int]) -> None:
-    """Lower the sizes a config has to the given ones, and its layers to as many as show every kind."""
+    """Lower a config's sizes to the given ones, and its number of layers as far as every kind of layer remains."""
     by_layer = config.to_dict().get("per_layer_config") or {}
     ratios = {
         int(layer): {name: value / size for name, value in fields.items() if (size := _size(config, name))}
@@ -374,7 +352,7 @@ def _shrink(config: Any, sizes: Mapping[str, int]) -> None:
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
             _set(config, name, 0.0)
     _keep_first_layers(config)
-    if by_layer:  # a head that is twice as wide in some layers stays so
+    if by_layer:  # heads that are twice as wide in some layers stay so
         config.per_layer_config = {
             layer: {name: int(ratio * (_size(config, name) or 0)) for name, ratio in fields.items()}
             for layer, fields in ratios.items()
@@ -387,12 +365,12 @@ def _keep_first_layers(config: Any) -> None:
     if not count:
         return
     shared = _size(config, "num_kv_shared_layers")
-    often = 1 if shared else 2  # two of each kind, because layers of a kind may share something
+    often = 1 if shared else 2  # two of each kind, because layers of the same kind may share something
     lists = [value for name in LAYER_LISTS if isinstance(value := _get(config, name), list)]
     places = [[i for i, one in enumerate(kinds) if one == kind][:often] for kinds in lists for kind in set(kinds)]
     layers = max([2, *(found[-1] + 1 for found in places)])
     layers = max([layers, *((_size(config, name) or 0) + often for name in DENSE_FIRST)])
-    if shared:  # the upper half of the copy uses what the lower half has
+    if shared:  # the upper half of the copy uses keys and values of the lower half
         config.num_kv_shared_layers = shared = min(shared, layers)
         layers += shared
     layers = min(count, layers)
@@ -403,7 +381,11 @@ def _keep_first_layers(config: Any) -> None:
 
 
 def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> Any:
-    """The first tiny copy that plain Hugging Face can run. Random state outside is left as it was."""
+    """The first tiny copy that plain Hugging Face can run. Restores the random state.
+
+    Raises:
+        NoTinyCopy: None does.
+    """
     state, problems = torch.get_rng_state(), []
     try:
         for tiny in tiny_configs(config):
@@ -413,7 +395,7 @@ def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_cod
                 _plain(model, _batch(model, seed=0))
                 return model
             except Exception as error:
-                # A config that does not scale down is not the user's fault: whatever it raises, the next copy is tried.
+                # A config that does not scale down is not the user's fault: try the next recipe, whatever this one raised.
                 problems.append(error)
                 logger.debug("a tiny copy of %s does not run", config.model_type, exc_info=error)
     finally:
@@ -422,7 +404,7 @@ def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_cod
 
 
 def _build(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> nn.Module:
-    """A tiny random model in which nothing has its neutral value: norms are off 1, biases and router corrections off 0."""
+    """A tiny random model without neutral values: norms differ from 1, biases and router corrections from 0."""
     extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **extra}
     with torch.device("meta"):
@@ -437,7 +419,7 @@ def _build(config: PreTrainedConfig, attention: str | None, trust_remote_code: b
             if "bias" in name and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer), alpha=0.05)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):  # made from a number that is no field of the config
+        if isinstance(module, nn.Dropout):  # some are made from constants instead of config fields
             module.p = 0.0
     return model.train()
 
@@ -455,8 +437,12 @@ def _batch(model: Any, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients by plain Hugging Face. A model that does not give finite ones is no measure."""
-    model = copy.deepcopy(model)  # some families leave the state of a sequence in their modules
+    """Loss and gradients by plain Hugging Face.
+
+    Raises:
+        ValueError: They are not finite, so nothing can be compared.
+    """
+    model = copy.deepcopy(model)  # some families leave state of the sequence in their modules
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
     labels = batch["labels"][:, 1:].reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(len(labels), -1), labels)
@@ -471,7 +457,7 @@ def _plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dic
 
 
 def _difference(model: Any, make_engine: MakeEngine, where: str) -> Refusal | None:
-    """Loss and every gradient of a batch, cut in chunks on megatrain's side, against plain Hugging Face."""
+    """Compare loss and every gradient of a batch between an engine and plain Hugging Face."""
     differences: list[str] = []
     for seed in SEEDS:
         batch = _batch(model, seed)
@@ -484,7 +470,7 @@ def _difference(model: Any, make_engine: MakeEngine, where: str) -> Refusal | No
         except MegatrainError:
             raise
         except Exception as error:
-            # Foreign code in a foreign loop can fail in any way; here that is an answer, and nothing is trained.
+            # The family's code may fail in any way; that is an answer, too, and nothing is trained.
             logger.debug("%s cannot be streamed", where, exc_info=error)
             what = f"this family cannot be streamed: {_first_line(error)}"
             return what, where, "it is not supported by the host engine yet"

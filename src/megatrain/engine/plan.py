@@ -8,6 +8,7 @@ The planner returns a plan, the report prints it, `HostEngine` follows it, and r
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -282,7 +283,24 @@ class ExecutionPlan:
         assert isinstance(self.placement, Mapping)
         return replace(self, placement={name: "device" if name in stay else "host" for name in self.placement})
 
-    # ---------------------------------------------------------------- plain data
+    # ---------------------------------------------------------------- reports
+
+    def summary(self, shape: StepShape) -> str:
+        """How a step of this shape is computed, in one line."""
+        assert isinstance(self.activations, Mapping) and isinstance(self.offload_input, frozenset), "not resolved"
+        held = Counter(shape.policies.values())
+        counts = {
+            **held,
+            "recompute": len(self.activations) - held.total(),
+            "accumulation": shape.accumulation_steps,
+            "microbatch_rows": shape.microbatch_rows,
+            "head_chunk_tokens": shape.head_tokens,
+            "mlp_chunk_tokens": self.mlp_chunk_tokens,
+            "segment": shape.segment if shape.segment > 1 else 0,
+            "offloaded": len(self.offload_input),
+        }
+        parts = [f"{name} {count}" for name, count in counts.items() if count]
+        return ", ".join([*parts, f"resident {len(self.resident)} of {len(self.placement)}"])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

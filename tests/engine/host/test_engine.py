@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from families import BY_NAME, batch, build
 from megatrain.device.offload import InputStore
 from megatrain.engine.host import rng as randomness
 from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.host.gradients import GradientFlow
+from megatrain.engine.host.optimizer import LossScale
 from megatrain.errors import EngineClosed, NumericStop, PlanRefused, UserError
+from megatrain.models.shell import Shell
 from megatrain.optim.adamw import AdamW
 from reference import ReferenceTrainer, gradient_error, reference_loss, reference_loss_and_grads
 
@@ -41,7 +46,7 @@ def weights_of(engine: HostEngine) -> dict[str, torch.Tensor]:
 
 def state_bytes(engine: HostEngine) -> list[bytes]:
     """Every byte of the state: hi, lo, m, v of every unit."""
-    engine._optimizer.wait_all()
+    engine.synchronize()
     planes = [tuple(p.state().values()) for p in engine.store.units.values()]
     return [t.view(torch.uint8).numpy().tobytes() for t in itertools.chain(*planes) if t is not None]
 
@@ -168,7 +173,7 @@ def test_a_step_that_is_not_finite_changes_no_byte(where: str, compute: str, mon
         engine.train_step(rows_of(0))
         before = state_bytes(engine)
         with monkeypatch.context() as patch:
-            _break_numbers(engine, where, patch)
+            _break_numbers(where, patch)
             result = engine.train_step(rows_of(1))
         assert result.skipped is not None
         assert state_bytes(engine) == before
@@ -176,23 +181,23 @@ def test_a_step_that_is_not_finite_changes_no_byte(where: str, compute: str, mon
         assert engine.train_step(rows_of(2)).skipped is None
 
 
-def _break_numbers(engine: HostEngine, where: str, patch: pytest.MonkeyPatch) -> None:
+def _break_numbers(where: str, patch: pytest.MonkeyPatch) -> None:
     if where == "loss":
-        logits = engine._flows.runner.shell.logits
-        patch.setattr(engine._flows.runner.shell, "logits", lambda *a: logits(*a) * float("inf"))
+        logits = Shell.logits
+        patch.setattr(Shell, "logits", lambda *a: logits(*a) * float("inf"))
     else:
-        join = engine._flows.gradients.send_layer
+        send = GradientFlow.send_layer
 
-        def poisoned(total: Any) -> None:
+        def poisoned(flow: GradientFlow, total: Any) -> None:
             total.flat[3] = float("inf")
-            join(total)
+            send(flow, total)
 
-        patch.setattr(engine._flows.gradients, "send_layer", poisoned)
+        patch.setattr(GradientFlow, "send_layer", poisoned)
 
 
-def test_fp16_overflow_lowers_the_loss_scale_and_skips() -> None:
+def test_fp16_overflow_lowers_the_loss_scale_and_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.engine.host.engine.LossScale", lambda: LossScale(scale=2.0**32))
     with engine_of(build(LLAMA, seed=0), compute_dtype="fp16") as engine:
-        engine._loss_scale = type(engine._loss_scale)(scale=2.0**32)
         before = state_bytes(engine)
         results = [engine.train_step(rows_of(0)) for _ in range(40)]
         assert results[0].skipped is not None
@@ -289,7 +294,7 @@ def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
 def test_without_a_gradient_plane_a_bad_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     optim = AdamW(max_grad_norm=None)
     engine = engine_of(build(LLAMA, seed=0), optim=optim, gradient_plane=False)
-    _break_numbers(engine, "gradient", monkeypatch)
+    _break_numbers("gradient", monkeypatch)
     with pytest.raises(NumericStop, match="resume from the last checkpoint"):
         engine.train_step(rows_of())
     with pytest.raises(EngineClosed):
@@ -400,7 +405,7 @@ def test_after_an_error_in_the_middle_of_a_step_the_engine_goes_on(
             engine.train_step(rows_of(0))
             if disturbed:
                 with monkeypatch.context() as patch:
-                    _fail_at(engine, call, error, patch)
+                    _fail_at(call, error, patch)
                     with pytest.raises(error):
                         engine.train_step(rows_of(7))
             engine.train_step(rows_of(1))
@@ -408,15 +413,15 @@ def test_after_an_error_in_the_middle_of_a_step_the_engine_goes_on(
     assert_same(*weights)
 
 
-def _fail_at(engine: HostEngine, call: int, error: type[BaseException], patch: pytest.MonkeyPatch) -> None:
-    counter, compute = itertools.count(1), engine._flows.runner.shell.call_layer
+def _fail_at(call: int, error: type[BaseException], patch: pytest.MonkeyPatch) -> None:
+    counter, compute = itertools.count(1), Shell.call_layer
 
     def failing(*args: Any) -> Any:
         if next(counter) == call:
             raise error("injected")
         return compute(*args)
 
-    patch.setattr(engine._flows.runner.shell, "call_layer", failing)
+    patch.setattr(Shell, "call_layer", failing)
 
 
 @pytest.mark.parametrize("place", ["call_layer", "logits", "begin_layer", "hidden_states", "send_edge"])
@@ -430,7 +435,7 @@ def test_out_of_memory_anywhere_in_a_step_is_tried_again_denser(
         want = weights_of(planned)
     for call in itertools.count(1):
         with engine_of(build(LLAMA, seed=0), **options) as engine, monkeypatch.context() as patch:
-            owner = engine._flows.gradients if place in ("begin_layer", "send_edge") else engine._flows.runner.shell
+            owner: type = GradientFlow if place in ("begin_layer", "send_edge") else Shell
             counter, real = itertools.count(1), getattr(owner, place)
 
             def failing(*args: Any, counter: Any = counter, real: Any = real, call: int = call) -> Any:
@@ -457,7 +462,7 @@ def test_the_ladder_ends_with_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._flows.runner.shell, "logits", always)
+            patch.setattr(Shell, "logits", always)
             with pytest.raises(PlanRefused, match="no plan needs less device memory"):
                 engine.train_step(rows_of(0))
         assert engine.plan.activations == dict.fromkeys(range(4), "recompute")
@@ -525,11 +530,21 @@ def test_a_frozen_layer_is_trained_around() -> None:
 
 
 def test_a_second_thread_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of(build(LLAMA, seed=0)) as engine:
-        assert engine._computing.acquire(blocking=False)
+    computing, let_go, compute = threading.Event(), threading.Event(), Shell.call_layer
+
+    def held(*args: Any) -> Any:
+        computing.set()
+        assert let_go.wait(20)
+        return compute(*args)
+
+    with engine_of(build(LLAMA, seed=0)) as engine, ThreadPoolExecutor(1) as other, monkeypatch.context() as patch:
+        patch.setattr(Shell, "call_layer", held)
+        step = other.submit(engine.train_step, rows_of())
+        assert computing.wait(20)
         with pytest.raises(UserError, match="one thread at a time"):
             engine.train_step(rows_of())
-        engine._computing.release()
+        let_go.set()
+        assert step.result(20).skipped is None
         assert engine.train_step(rows_of()).skipped is None
 
 

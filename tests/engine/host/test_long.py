@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines import host_engine
 from families import BY_NAME, Family, batch, build
-from megatrain.engine import parity_check as gate
+from megatrain.engine import parity_check
 from megatrain.engine.host.engine import HostEngine
 from megatrain.models.structure import dissect
 from megatrain.models.templates import ATTENTION
@@ -94,13 +94,13 @@ def test_a_family_of_which_nothing_is_known_is_computed_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_copy(*_: Any) -> Any:
-        raise gate._NoTinyCopy("no tiny copy of this config runs")
+        raise parity_check.NoTinyCopy("no tiny copy of this config runs")
 
-    monkeypatch.setattr(gate, "_tiny_model", no_copy)
-    gate._token_wise.cache_clear()
+    monkeypatch.setattr(parity_check, "tiny_model", no_copy)
+    parity_check.clear_cache()
     with caplog.at_level(logging.WARNING):
         got = step_of(BY_NAME["llama"], mlp_chunk_tokens=7)
-    gate._token_wise.cache_clear()
+    parity_check.clear_cache()
     assert "so it is not known which modules are token-wise: MLPs are computed whole" in caplog.text
     assert_same_bits(got, step_of(BY_NAME["llama"]))
 

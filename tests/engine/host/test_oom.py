@@ -16,7 +16,6 @@ from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.config.load import load_config
 from megatrain.engine import plan as planning
-from megatrain.engine.host import assembly
 from megatrain.engine.host import engine as host_engine_module
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.oom import OomRecovery, as_yaml, config_changes
@@ -156,7 +155,7 @@ def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog
         engine.train_step(data)
     assert {
         "engine/host/step.py _head",
-        "engine/host/step.py _grad",
+        "engine/host/layer.py _grad",
         "engine/host/gradients.py take",
     } <= counted.seen.keys()
     for site, count in counted.seen.items():
@@ -249,7 +248,7 @@ def test_an_evaluation_of_a_long_row_goes_on_with_mlps_in_chunks(monkeypatch: py
 
 @pytest.mark.usefixtures("short")
 def test_a_family_without_a_token_wise_mlp_computes_none_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "token_wise", lambda *_, **__: {})
+    monkeypatch.setattr(host_engine_module, "token_wise", lambda *_, **__: {})
     with engine_of(**LONG) as engine:
         failing_until(monkeypatch, lambda: engine.plan.offload_input)
         trained(engine, 1)
@@ -278,7 +277,7 @@ def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCapt
         data = rows_of(0)
         with Allocations() as counted:
             engine.train_step(data)
-        with Allocations(("engine/host/step.py _grad", counted.seen["engine/host/step.py _grad"])):
+        with Allocations(("engine/host/layer.py _grad", counted.seen["engine/host/layer.py _grad"])):
             record = engine.train_step(data).pipeline
     for words in (
         "in the backward of layer 0: CUDA out of memory. Tried to allocate 2.00 GiB.",

@@ -17,6 +17,7 @@ from engines import host_engine
 from families import BY_NAME, Family, batch, build
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.rows import PROBE_ROWS, UNSEEN, RowAxis, RowChunks, chunks_of, cut, row_axis, shapes_of
+from megatrain.models.shell import Shell
 
 
 @given(st.integers(1, 200), st.integers(1, 250))
@@ -158,18 +159,18 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("flex_uncompiled")
-def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first() -> None:
+def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed rows, and rows longer than a window, take flex attention, whose masks are no tensors; others have none."""
     family = BY_NAME["gemma3_text"]
     family = replace(family, overrides={**family.overrides, "sliding_window": 16})
     data = [batch(family, seed=1, rows=4, tokens=t, kind=kind) for kind in ("plain", "packed") for t in (8, 24)]
-    seen = []
-    with engine_of(family) as plain, engine_of(family) as engine:
-        shell = engine._flows.shell
-        shell._masked_attention = "flex_attention"  # as on a GPU
-        for rows in (*data, data[0]):
-            assert engine.eval_step(rows).loss_sum == pytest.approx(plain.eval_step(rows).loss_sum, rel=1e-5)
-            seen.append(shell.attention)
+    seen, make = [], Shell.__init__
+    with engine_of(family) as plain, monkeypatch.context() as patch:
+        patch.setattr(Shell, "__init__", lambda *given, **words: make(*given, **{**words, "flex": True}))  # as on a GPU
+        with engine_of(family) as engine:
+            for rows in (*data, data[0]):
+                assert engine.eval_step(rows).loss_sum == pytest.approx(plain.eval_step(rows).loss_sum, rel=1e-5)
+                seen.append(engine.config._attn_implementation)
     assert set(seen) == {"sdpa", "flex_attention"}
 
 

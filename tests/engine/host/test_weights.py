@@ -17,13 +17,20 @@ from megatrain.device.copier import DirectCopier
 from megatrain.device.ring import Slot, SlotState, WeightRing
 from megatrain.device.streams import Streams
 from megatrain.engine.host.engine import HostEngine
-from megatrain.engine.host.fetch_order import forward_fetch_order, training_fetch_order
-from megatrain.engine.host.weights import UpdateGate, WeightStream
+from megatrain.engine.host.weights import (
+    UpdateGate,
+    WeightStream,
+    backward_fetch_order,
+    forward_fetch_order,
+    training_fetch_order,
+)
 from megatrain.errors import UserError
 from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.store import HostStore
+from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.updater import CpuUpdater
 
 LAYOUT = FlatLayout.of([("w", (3, 5)), ("b", (4,))])
 
@@ -180,7 +187,7 @@ def test_a_new_list_starts_only_when_the_old_one_is_done_or_abandoned() -> None:
     world = World(3)
     world.stream.follow(forward_fetch_order(3))
     world.visit(0)
-    with pytest.raises(AssertionError, match="2 visits left"):
+    with pytest.raises(AssertionError, match="2 fetches left"):
         world.stream.follow(forward_fetch_order(3))
     world.stream.fetch(1)
     world.stream.abandon()
@@ -231,6 +238,48 @@ def test_a_resident_edge_has_no_slot() -> None:
     assert world.loads == []
 
 
+# ------------------------------------------------------------------ the fetch order
+
+LAYERS = st.integers(1, 20)
+
+
+def test_small_lists() -> None:
+    assert forward_fetch_order(3) == [0, 1, 2]
+    assert backward_fetch_order(3, 1) == [2, 1, 0]
+    # layers 2 and 0 are computed again for the inputs of 3 and 1
+    assert backward_fetch_order(4, 2) == [2, 3, 2, 0, 1, 0]
+    assert backward_fetch_order(5, 3) == [3, 4, 3, 0, 1, 2, 1, 0]
+    assert training_fetch_order(2, 1, 2) == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+@given(LAYERS, st.integers(1, 25), st.integers(1, 3))
+def test_every_window_goes_forward_once_and_backward_through_the_segments(
+    layers: int, segment: int, accumulation_steps: int
+) -> None:
+    forward, backward = forward_fetch_order(layers), backward_fetch_order(layers, segment)
+    assert training_fetch_order(layers, segment, accumulation_steps) == (forward + backward) * accumulation_steps
+    inner = sum(min(segment, layers - start) - 1 for start in range(0, layers, segment))
+    assert len(backward) == layers + inner
+
+
+@given(LAYERS, st.integers(1, 25))
+def test_a_layer_s_backward_finds_its_input_and_the_gradient_of_its_output(layers: int, segment: int) -> None:
+    """Replays the list: kept inputs are those of every K-th layer; computing a layer again gives the next one's input."""
+    inputs = set(range(0, layers, segment))
+    waiting = layers - 1  # whose output gradient is complete
+    recomputed_from: int | None = None
+    for visit in backward_fetch_order(layers, segment):
+        assert visit in inputs, f"layer {visit} has no input"
+        end_of_segment = min((visit // segment + 1) * segment, layers) - 1
+        if visit == waiting and (visit == end_of_segment or recomputed_from != visit - 1):
+            waiting -= 1
+        else:
+            assert visit + 1 <= end_of_segment, "nothing is computed again across a segment's end"
+            inputs.add(visit + 1)
+            recomputed_from = visit
+    assert waiting == -1, "every layer had its backward"
+
+
 # ------------------------------------------------------------------ overlap, without clocks
 
 LLAMA = BY_NAME["llama"]
@@ -240,31 +289,31 @@ def engine_of(**options: Any) -> HostEngine:
     return host_engine(build(LLAMA, seed=0), device="cpu", compute_dtype="fp32", threads=1, verify="never", **options)
 
 
-def hold(engine: HostEngine, unit: str, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def hold(unit: str, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The unit's updates wait until they are let go; if nobody does so, their error tells."""
-    submit = engine._updater.submit_update
+    submit = CpuUpdater.submit_update
 
-    def held(name: str, *args: Any) -> Any:
+    def held(updater: CpuUpdater, name: str, *args: Any) -> Any:
         *args, after = args
 
         def waits() -> None:
             assert let_go.wait(20), f"nobody came as far as that while {unit} was updated"
             after()
 
-        return submit(name, *args, waits if name == unit else after)
+        return submit(updater, name, *args, waits if name == unit else after)
 
-    monkeypatch.setattr(engine._updater, "submit_update", held)
+    monkeypatch.setattr(CpuUpdater, "submit_update", held)
 
 
-def on_layer_call(engine: HostEngine, do: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def on_layer_call(do: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """`do` is called with (layer, variant) before each computation of a layer."""
-    compute = engine._flows.runner.shell.call_layer
+    compute = Shell.call_layer
 
-    def call(index: int, variant: Any, *args: Any) -> Any:
+    def call(shell: Shell, index: int, variant: Any, *args: Any) -> Any:
         do(index, variant)
-        return compute(index, variant, *args)
+        return compute(shell, index, variant, *args)
 
-    monkeypatch.setattr(engine._flows.runner.shell, "call_layer", call)
+    monkeypatch.setattr(Shell, "call_layer", call)
 
 
 @pytest.mark.parametrize(("unit", "layer"), [("layer.1", 0), ("layer.3", 2), ("head", 3)])
@@ -274,9 +323,9 @@ def test_the_update_of_a_unit_goes_on_under_the_next_forward_until_the_unit_is_n
     """The unit's AdamW of the first step ends only when the second step's forward has come to the layer before it."""
     data, let_go = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
     with engine_of() as engine, monkeypatch.context() as patch:
-        hold(engine, unit, let_go, patch)
+        hold(unit, let_go, patch)
         engine.train_step(data)
-        on_layer_call(engine, lambda index, _: let_go.set() if index == layer else None, patch)
+        on_layer_call(lambda index, _: let_go.set() if index == layer else None, patch)
         assert engine.train_step(data).skipped is None
         assert let_go.is_set()
 
@@ -285,10 +334,10 @@ def test_without_clipping_a_layer_is_updated_under_the_backward_of_those_below(m
     """Layer 0's backward starts only when layer 3's update has ended."""
     data, updated = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
     with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as engine, monkeypatch.context() as patch:
-        submit = engine._updater.submit_update
+        submit = CpuUpdater.submit_update
 
-        def watched(name: str, *args: Any) -> Any:
-            job = submit(name, *args)
+        def watched(updater: CpuUpdater, name: str, *args: Any) -> Any:
+            job = submit(updater, name, *args)
             if name == "layer.3":
                 job.add_done_callback(lambda _: updated.set())
             return job
@@ -297,8 +346,8 @@ def test_without_clipping_a_layer_is_updated_under_the_backward_of_those_below(m
             if index == 0 and variant == "recompute":
                 assert updated.wait(20), "layer 3 is not updated before the backward of layer 0"
 
-        patch.setattr(engine._updater, "submit_update", watched)
-        on_layer_call(engine, waits, patch)
+        patch.setattr(CpuUpdater, "submit_update", watched)
+        on_layer_call(waits, patch)
         assert engine.train_step(data).skipped is None
 
 
@@ -306,10 +355,10 @@ def test_the_optimizer_of_a_finished_step_does_not_hold_up_its_caller(monkeypatc
     """`train_step` returns while every update is still waiting."""
     data, let_go = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
     with engine_of() as engine, monkeypatch.context() as patch:
-        hold(engine, "embedding", let_go, patch)
+        hold("embedding", let_go, patch)
         result = engine.train_step(data)
         assert result.loss is not None
-        assert not engine._optimizer.finished("embedding")
+        assert engine.counters()["updates_running"]
         let_go.set()
-        engine._optimizer.wait_all()
-        assert engine._optimizer.finished("embedding")
+        engine.synchronize()
+        assert not engine.counters()["updates_running"]

@@ -1,16 +1,15 @@
-"""Keeping a layer's activations without keeping its weights, and without its input where that waits on the host.
+"""Keeping a layer's activations without its weights, and without its input if that is offloaded.
 
 [Note: activations without weights]
-Autograd saves for the backward whatever it needs: activations, and the weights too. But the weights lie in a slot that the next
-layers overwrite. So while a layer runs, a pack hook replaces every saved tensor inside its weights by a note of (size, stride,
-offset), and the unpack hook reads it from wherever the same layer's weights are *then*: fetched again, maybe into another slot.
-The same is done with the layer's input where it is offloaded. Works for eager and for compiled code, since both save through the
-same hooks.
+Autograd saves everything it needs for the backward: activations, and the weights too. But weights lie in a slot that the next
+layers overwrite. So while a layer runs, a pack hook replaces each saved tensor that lies inside its weights by its (size, stride,
+offset), and the unpack hook reads it from where the layer's weights are *then*: fetched again, maybe into another slot. The
+layer's input is treated alike if it is offloaded. Eager and compiled code save through the same hooks, so this works for both.
 
 [Note: what a waiting graph holds]
 A graph that waits for its backward holds what its nodes have saved, and nothing else: its roots and its inputs are edges
 (`GradientEdge`), not tensors. An output is the next layer's input and may be offloaded, so the graph must not hold it. An input
-that is a leaf would be held by the node that collects its gradient; an offloaded one comes in through `entrance`, whose node
+that is a leaf would be held by the node that accumulates its gradient; an offloaded one enters through `entrance`, whose node
 holds nothing.
 """
 
@@ -26,9 +25,9 @@ import torch
 
 @dataclass(frozen=True)
 class _Place:
-    """A saved tensor that lies inside one of the moving tensors, maybe as another type: complex numbers, say.
+    """A saved tensor that lies inside one of the moving tensors, maybe with another type (complex numbers, for example).
 
-    `offset`: of its first element from the home's, in its own elements.
+    `offset` is counted from the home's first element, in elements of the saved tensor's type.
     """
 
     home: str
@@ -39,20 +38,20 @@ class _Place:
 
 
 class MovingTensors:
-    """Tensors of one layer call that are at different addresses in forward and backward.
+    """Tensors of one layer call that have different addresses in forward and backward.
 
     Args:
-        homes: The tensors during the forward, by name; each is contiguous.
+        homes: The tensors during the forward, by name; contiguous.
     """
 
     def __init__(self, homes: Mapping[str, torch.Tensor]):
         self._ranges = [(name, t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in homes.items()]
         self.now: Mapping[str, torch.Tensor] = {}
-        """Where they are during the backward; set right before it."""
+        """The same tensors during the backward; set right before it."""
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Autograd graphs made inside keep notes instead of these tensors."""
+        """Autograd graphs built inside do not save these tensors."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -76,7 +75,7 @@ class MovingTensors:
 
 
 class _Entrance(torch.autograd.Function):
-    """The identity, with a node that holds nothing. Its backward never runs: the gradient is taken in front of it."""
+    """The identity, with a node that holds nothing. Its backward never runs: the gradient is taken before it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,9 +83,9 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("the gradient of a graph's input is taken in front of its entrance")
+        raise AssertionError("the gradient of a graph's input is taken before its entrance")
 
 
 def entrance(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as an input of a graph that does not hold it. See [Note: what a waiting graph holds]."""
+    """The tensor as input of a graph that does not hold it. See [Note: what a waiting graph holds]."""
     return _Entrance.apply(torch.empty(0, device=tensor.device, requires_grad=True), tensor)  # type: ignore[return-value]

@@ -15,8 +15,9 @@ from megatrain.device.ring import Slot, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
 from megatrain.engine.host.gradients import GradientFlow, Route
+from megatrain.engine.host.layer import StepAborter
 from megatrain.engine.host.optimizer import HostOptimizer
-from megatrain.engine.host.step import StepAborter, StepRunner
+from megatrain.engine.host.step import StepRunner
 from megatrain.engine.host.weights import UpdateGate, WeightStream
 from megatrain.engine.objective import Objective
 from megatrain.engine.plan import ExecutionPlan
@@ -36,7 +37,7 @@ class DeviceBuffers:
         store: The planes.
         streams: The device's streams.
         optimizer: Updates the planes behind the buffers; it stays when they are remade.
-        shell: Hugging Face's code around the layers, whose layers call `runner`; it stays, too.
+        shell: Hugging Face's code around the layers, whose layers call `runner.layers`; it stays, too.
         objective: The loss.
         aborter: Checked before each visit of a layer.
         plan: Resolved for the model.
@@ -200,6 +201,8 @@ class DeviceBuffers:
             "slab_waits": slabs.waits if slabs else 0,
             "slabs": len(slabs.slabs) if slabs else 0,
             "weight_slots": self.weights.slots,
+            "fetches_left": self.weights.fetches_left,
+            "compiled_layers": sum(self.shell.compiled(layer) for layer in range(len(self.structure.layers))),
             "route": self.route.name,
         }
 

@@ -1,10 +1,8 @@
 """`HostEngine`: a Hugging Face model trained from host memory, one call per optimizer step.
 
-What is where: the store holds the planes (host), the ring and the edge slots hold weights in passing (device), the step runner
-drives HF's code, the gradient flow brings gradients home, the optimizer updates planes in the background.
-
-This file is the surface: what a step is made of, and what of an engine can be read, saved and loaded. assembly.py makes its
-parts, flows.py holds the device side, climb.py goes on with less where the device has no room.
+The store holds the planes (host memory); the device buffers stream weights in and gradients out; the step runner drives HF's
+code between them; the optimizer updates the planes in the background. This file says what a step is made of, and how the
+engine's state is read, saved and loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,31 +25,38 @@ from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.device.streams import Streams
 from megatrain.engine import batches
-from megatrain.engine.base import Batch, Engine, check_learning_rate, refuse_unmatched_groups, skip_reason
-from megatrain.engine.host import rng as randomness
-from megatrain.engine.host.assembly import (
-    dissect_source,
-    fill,
-    limit_device,
-    make_shell,
-    make_store,
+from megatrain.engine.base import (
+    Batch,
+    Engine,
+    EvalResult,
+    StepResult,
+    build_model,
+    check_learning_rate,
+    config_of,
+    refuse_unmatched_groups,
+    skip_reason,
 )
+from megatrain.engine.host import rng as randomness
 from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.host.gradients import Route
 from megatrain.engine.host.instruments import Debug, Instruments
-from megatrain.engine.host.oom import OomRecovery
+from megatrain.engine.host.layer import StepAborter
+from megatrain.engine.host.oom import OomRecovery, limit_device
 from megatrain.engine.host.optimizer import HostOptimizer, LossScale
-from megatrain.engine.host.step import StepAborter
 from megatrain.engine.objective import Objective
-from megatrain.engine.parity_check import verify_family, verify_packing
+from megatrain.engine.parity_check import token_wise, verify_family, verify_packing
 from megatrain.engine.plan import ExecutionPlan, StepShape, device_of
-from megatrain.engine.results import EvalResult, StepResult
-from megatrain.errors import NumericStop, UserError
+from megatrain.errors import NumericStop, PlanRefused, UserError
+from megatrain.host_memory.available import available_host_bytes
+from megatrain.host_memory.store import HostStore
 from megatrain.metrics.spans import Span
-from megatrain.models.build import refuse_other_config
-from megatrain.models.structure import attention_shape
-from megatrain.optim.spec import OptimizerSpec
+from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
+from megatrain.models.shell import Shell
+from megatrain.models.structure import attention_shape, dissect, persistent_buffers
+from megatrain.models.weights import copy_from_memory, initialize, load_weights
+from megatrain.optim.spec import MASTER_BYTES, OptimizerSpec
 from megatrain.optim.updater import CpuUpdater
+from megatrain.units import GIB, abbreviated, gib, size_lines
 
 T = TypeVar("T")
 INITS, VERIFY = (None, "random", "empty"), ("auto", "always", "never")
@@ -109,21 +114,23 @@ class HostEngine(Engine):
         self._loss_scale = LossScale() if plan.compute == torch.float16 else None
         device_bytes = limit_device(self.device, plan.device_gib)
 
-        # From here on the engine's four parts are made, as docs/design.md lists them: the model taken apart, without weights;
-        parts = dissect_source(model, plan.compute, trust_remote_code, plan.attn_implementation)
-        self.source_folder, self.config, self.structure = parts.source_folder, parts.config, parts.structure
-        self.buffers = parts.buffers
+        # From here on the engine's four parts are made, as docs/design.md lists them: the model without weights, taken apart;
+        meta = build_model(
+            model, config_of(model, trust_remote_code), plan.compute, trust_remote_code, plan.attn_implementation
+        )
+        self.source_folder = None if isinstance(model, nn.Module) else find_model_folder(model)
+        self.config, self.structure, self.buffers = meta.config, dissect(meta), dict(meta.named_buffers())
         if verify == "always" or (verify == "auto" and self.source_folder is not None):
             always = verify == "always"
             verify_family(self.config, parity_engine, always=always, trust_remote_code=trust_remote_code)
         refuse_unmatched_groups(self.structure, self.optim)
-        # Kept here because the shell changes the config's implementation for packed rows.
-        self._packing_asks = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
+        # Stored here because the shell changes the config's implementation for packed rows.
+        self._unverified_packing = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
         plan = plan.for_model(self.structure, self.config.get_text_config().vocab_size)
 
         # planes and optimizer;
-        self.store = make_store(self.structure, self.optim, plan, self.device)
-        fill(parts, self.store, init, seed, self.device)
+        self.store = self._make_store(plan)
+        self._fill(model, init, persistent_buffers(meta))
         self._streams = Streams(self.device, debug.disturb)
         self.instruments = Instruments(self._streams, self.store, debug.instruments)
         assert plan.threads is not None
@@ -134,33 +141,97 @@ class HostEngine(Engine):
         self._optimizer.compile_kernels(plan.gradient_dtype or plan.transport)
 
         # device buffers;
-        device_buffers = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
-        shell = make_shell(
-            parts,
-            device_buffers,
-            lambda *call: self._flows.runner.run_layer(*call),
-            plan,
-            flex=plan.compiled and self._streams.cuda,
-            trust_remote_code=trust_remote_code,
-        )
-        self._flows = DeviceBuffers(
+        mirrors = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
+        shell = self._make_shell(plan, mirrors, frozenset(fp32_parameter_names(meta, plan.compute)), trust_remote_code)
+        self._device_side = DeviceBuffers(
             self.store, self._streams, self._optimizer, shell, self.objective, self._aborter, plan, debug.poison
         )
 
         # OOM recovery and checkpoints.
-        self._oom = OomRecovery(self._flows, plan, self.config, device_bytes, self._rearrange, self.close)
+        self._oom = OomRecovery(self._device_side, plan, self.config, device_bytes, self._rearrange, self.close)
         self._host_checkpoints = HostCheckpoints(
             self.structure,
             self.store,
             self.optim,
             self.buffers,
-            device_buffers,
+            mirrors,
             self.source_folder,
             trust_remote_code,
             self.device,
             self._optimizer.pending,
         )
         self._checkpoints = CheckpointManager(self._host_checkpoints, empty=init == "empty")
+
+    def _make_store(self, plan: ExecutionPlan) -> HostStore:
+        """The planes, in host memory and on the device.
+
+        Raises:
+            PlanRefused: The host has no room for its planes. The message lists them.
+        """
+        structure, optim = self.structure, self.optim
+        is_split, grad_dtype, resident = plan.compute == torch.bfloat16, plan.gradient_dtype, frozenset(plan.resident)
+        parameters = sum(unit.layout.numel for unit in structure.units if unit.name not in resident)
+        states_line = f"{optim.name} states ({' + '.join(optim.state_dtypes)})"
+        planes = {
+            "master (hi + lo)" if is_split else "master": MASTER_BYTES * parameters,
+            states_line: (optim.bytes_per_parameter - MASTER_BYTES) * parameters,
+            "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
+        }
+        needed = sum(planes.values())
+        available = available_host_bytes() if plan.host_gib is None else int(plan.host_gib * GIB)
+        if needed > available:
+            lines = "\n".join(size_lines(planes, smallest_bytes=0))
+            raise PlanRefused(
+                f"{abbreviated(structure.param_count)} parameters need {gib(needed)} of host memory, "
+                f"{gib(available)} are available:\n{lines}\n"
+                "  -> use a machine with more memory or a smaller model"
+            )
+        return HostStore(
+            [(unit.name, unit.layout) for unit in structure.units],
+            split=is_split,
+            states=optim.state_dtypes,
+            grad_dtype=grad_dtype,
+            resident=resident,
+            device=self.device,
+        )
+
+    def _fill(self, model: str | Path | nn.Module, init: str | None, persistent: dict[str, torch.Tensor]) -> None:
+        """Fill masters and persistent buffers: from memory, at random by the family's own rules, or from the folder's files."""
+        if isinstance(model, nn.Module):
+            copy_from_memory(model, self.structure, self.store)
+        elif init == "random":
+            initialize(self.structure, self.store, seed=self.seed, device=self.device)
+        elif init is None:
+            assert self.source_folder is not None
+            load_weights(self.source_folder, self.structure, self.store, persistent)
+
+    def _make_shell(
+        self,
+        plan: ExecutionPlan,
+        mirrors: dict[str, torch.Tensor],
+        fp32_names: frozenset[str],
+        trust_remote_code: bool,
+    ) -> Shell:
+        """HF's code around the layers; `mirrors` are the buffers on the device. See `Shell`."""
+        assert isinstance(plan.activations, Mapping)
+        # Read now: the shell changes the config's implementation for packed rows, and may ask in the middle of a run.
+        attention = plan.attn_implementation or self.config._attn_implementation
+        shell = Shell(
+            self.structure,
+            mirrors,
+            lambda *call: self._device_side.runner.layers.forward(*call),
+            fp32_names,
+            plan.compiled,
+            plan.selective_budget,
+            flex=plan.compiled and self._streams.cuda,
+            keeps_mlps="keep_mlp" in plan.activations.values(),
+            token_wise=lambda: token_wise(
+                self.config, attn_implementation=attention, trust_remote_code=trust_remote_code
+            ),
+        )
+        if plan.mlp_chunk_tokens is not None:
+            shell.compute_in_chunks(plan.mlp_chunk_tokens)
+        return shell
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -170,15 +241,9 @@ class HostEngine(Engine):
     # ---------------------------------------------------------------- training
 
     def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
-        """One optimizer step on all rows of `batch`. Returns when loss and norm are known; AdamW goes on in the background.
-
-        Args:
-            batch: CPU int64 tensors `input_ids`, `labels` (rows, T), -100 = no target, unshifted; optionally `position_ids`,
-                `document_ids`, `attention_mask` (rows, T). Rows may be any number, at least one.
-            learning_rate: Of this step; by default the optimizer's.
+        """See `Engine.train_step`. AdamW goes on in the background when it returns.
 
         Raises:
-            UserError: The batch is malformed. Nothing was changed.
             NumericStop: Without a gradient plane, gradients were not finite and some units were already updated.
         """
         started = time.perf_counter()
@@ -189,7 +254,7 @@ class HostEngine(Engine):
             self.step += 1
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        if self._flows.route is Route.FUSED_UPDATE:
+        if self._device_side.route is Route.FUSED_UPDATE:
             self._optimizer.coefficients = self.optim.coefficients(self.updates + 1, learning_rate)
         loss, norm, metrics = self._forward_backward(batch, tokens, scale)
         self.step += 1
@@ -199,9 +264,9 @@ class HostEngine(Engine):
         return self._result(batch, tokens, loss, norm, metrics, skipped, started)
 
     def backward(self, batch: Batch) -> StepResult:
-        """Gradients of a step, without an update; read them with `named_gradients`."""
+        """See `Engine.backward`. Needs gradient planes."""
         started = time.perf_counter()
-        if self._flows.route is Route.FUSED_UPDATE:
+        if self._device_side.route is Route.FUSED_UPDATE:
             raise UserError("this engine keeps no gradients", "gradient_plane=False", "leave gradient_plane at True")
         batch, tokens = self._checked(batch)
         if tokens == 0:
@@ -211,33 +276,28 @@ class HostEngine(Engine):
         return self._result(batch, tokens, loss, norm, metrics, "gradients only", started)
 
     def eval_step(self, batch: Batch) -> EvalResult:
-        """Loss of a batch in evaluation mode. Changes nothing, also not what later training steps compute."""
+        """See `Engine.eval_step`."""
         batch, tokens = self._checked(batch)
         if tokens == 0:
             return EvalResult(0.0, 0)
         with self.instruments.paused():
             loss_sum, metric_sums, _ = self._until_it_fits(
-                batch, lambda shape: self._flows.runner.loss(batch, shape).wait(), training=False
+                batch, lambda shape: self._device_side.runner.loss(batch, shape).wait(), training=False
             )
         return EvalResult(loss_sum, tokens, metric_sums)
 
     def begin_trace(self) -> None:
-        """Record visits of layers, too, until `end_trace`."""
+        """Record layer fetches, too, until `end_trace`."""
         self.instruments.begin_trace()
 
     def end_trace(self) -> list[Span]:
-        """Everything recorded since `begin_trace`; waits for the updates of the latest step."""
-        self._optimizer.wait_all()
-        self._streams.synchronize()
+        """All spans recorded since `begin_trace`. Waits for the updates of the latest step."""
+        self.synchronize()
         return self.instruments.end_trace()
 
     def interrupt(self, error: BaseException) -> bool:
-        """From another thread: let the step in progress, or the next one, end with `error`; the state stays as before that step.
-
-        Returns:
-            False, and nothing happens, where a step cannot be dropped (without a gradient plane).
-        """
-        if self._flows.route is Route.FUSED_UPDATE:
+        """See `Engine.interrupt`. Without a gradient plane a step cannot be dropped."""
+        if self._device_side.route is Route.FUSED_UPDATE:
             return False
         self._aborter.error = error
         return True
@@ -248,15 +308,15 @@ class HostEngine(Engine):
         self._gradient_scale = loss_scale
 
         def compute(shape: StepShape) -> tuple[float, float, dict[str, float]]:
-            self._flows.reset_counters()
+            self._device_side.reset_counters()
             with self.instruments.step(self.step + 1):
                 with randomness.seeded(self.device, self.seed, self.step):
-                    sums, on_device = self._flows.runner.gradients(batch, shape, loss_scale)
+                    sums, on_device = self._device_side.runner.gradients(batch, shape, loss_scale)
                 loss, metrics, [squares] = sums.wait(on_device)  # the step's only synchronisation
-                if self._flows.route is not Route.COPY:
+                if self._device_side.route is not Route.COPY:
                     with self._streams.host_waits("slabs"):
-                        self._flows.gradients.settle()
-                        if self._flows.route is Route.ACCUMULATE:
+                        self._device_side.gradients.settle()
+                        if self._device_side.route is Route.ACCUMULATE:
                             squares = self._optimizer.squared_norm()
             return loss, squares, metrics
 
@@ -265,7 +325,7 @@ class HostEngine(Engine):
         return loss_sum / tokens, norm, {name: value / tokens for name, value in metrics.items()}
 
     def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T], training: bool) -> T:
-        """Run `compute` as far as the device has room; see `OomRecovery.until_it_fits`."""
+        """Run `compute` under OOM recovery; see `OomRecovery.until_it_fits`."""
 
         def attempt(shape: StepShape) -> T:
             with fastest_attention(self._attention_order(batch)):
@@ -281,11 +341,11 @@ class HostEngine(Engine):
             self._computing.release()
 
     def _decide(self, loss: float, norm: float) -> str | None:
-        """The finite guard: a reason to skip the update, or None. Skipping leaves every byte of the state as it was."""
+        """Reason to skip the update because the step is not finite, or None. Skipping leaves the state bit for bit as it was."""
         why = skip_reason(loss, norm)
         if self._loss_scale:
             self._loss_scale = self._loss_scale.after(why is None)
-        if why is not None and self._flows.route is Route.FUSED_UPDATE:
+        if why is not None and self._device_side.route is Route.FUSED_UPDATE:
             self.close()
             raise NumericStop(
                 f"step {self.step}: loss {loss}, gradient norm {norm}; without a gradient plane some units were already updated\n"
@@ -294,20 +354,20 @@ class HostEngine(Engine):
         return why
 
     def _update(self, norm: float, loss_scale: float, learning_rate: float | None) -> None:
-        """Launch AdamW for every unit and forget the weights on the device."""
+        """Launch the update of every unit, and invalidate the weights on the device."""
         self.updates += 1
-        if self._flows.route is not Route.FUSED_UPDATE:
+        if self._device_side.route is not Route.FUSED_UPDATE:
             clip = self.optim.max_grad_norm
             coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
             coefficients = self.optim.coefficients(self.updates, learning_rate, coefficient / loss_scale)
             with self._streams.traced("update of resident units") if self.store.resident_bytes else nullcontext():
-                self._optimizer.launch(coefficients, self._flows.gradients.arrived)
-        self._flows.weights.drop_all()
+                self._optimizer.launch(coefficients, self._device_side.gradients.arrived)
+        self._device_side.weights.drop_all()
 
     # ---------------------------------------------------------------- state
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, exact fp32 master on the CPU) of every parameter, tied ones once. Waits for updates."""
+        """See `Engine.named_parameters`. Exact fp32 masters; waits for updates."""
         self._refuse_closed()
         for unit in self.structure.units:
             self._optimizer.wait(unit.name)
@@ -315,10 +375,10 @@ class HostEngine(Engine):
                 yield name, self.store.units[unit.name].read_master(local)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, fp32 gradient on the CPU) of the latest step, before clipping, without the loss scale."""
+        """See `Engine.named_gradients`. In fp32."""
         self._refuse_closed()
         self._streams.synchronize()
-        self._flows.gradients.settle()
+        self._device_side.gradients.settle()
         for unit in self.structure.units:
             grad = self.store.units[unit.name].grad
             if grad is None:
@@ -341,25 +401,11 @@ class HostEngine(Engine):
         buffer_bytes: int | None = None,
         then: Callable[[SaveProgress], object] = lambda progress: None,
     ) -> SaveHandle:
-        """Write a checkpoint that `from_pretrained` loads and from which `load` goes on bit for bit.
+        """See `Engine.save`.
 
-        Args:
-            folder: A folder that does not exist yet.
-            extra: JSON data to keep with it, returned by `load`.
-            background: Return at once and write the state of this moment while training continues, see
-                [Note: a unit while a save runs] in checkpoint/host_planes.py. A second save waits for the first.
-            weights_only: bf16 weights without training state, 2 bytes a parameter.
-            on_error: What the next step does if a save in the background has failed: raise its error, or log a warning.
-            buffer_bytes: Most memory for copies of units whose update comes before their turn. By default as much as all of them
-                need, within half of the host memory that is free at this moment, and never less than two large units. Copies
-                leave the host its last GiB in any case.
-            then: Called, in the writer's thread, when the checkpoint is whole and was read back, with how it went.
-
-        Returns:
-            The save: `done()`, `progress()`, `result()`.
-
-        Raises:
-            UserError: The folder exists, the disk has no room, or (unless `background`) the system refuses a write.
+        A background save writes the state of this moment; see [Note: a unit while a save runs] in checkpoint/host_planes.py. By
+        default `buffer_bytes` is what copies of all units need, within half of the host memory that is free now, but at least two
+        large units; copies always leave the host its last GiB.
         """
         self._refuse_closed()
         if not background:
@@ -380,50 +426,35 @@ class HostEngine(Engine):
         return save
 
     def prepare_save(self, buffer_bytes: int | None = None) -> None:
-        """Make host memory ready for the copies of a save in the background that is some seconds away. Returns at once.
-
-        Such a save holds the next step up less then. Without a save to come, the memory is kept until `close`.
-
-        Args:
-            buffer_bytes: As `save` will get it.
-        """
+        """See `Engine.prepare_save`. Without a save to follow, the memory is held until `close`."""
         self._refuse_closed()
         self._checkpoints.prepare_save(buffer_bytes)
 
     def wait_saved(self) -> None:
-        """Wait until no save is in progress. Raises, or warns of, an error that nobody has been told of."""
+        """See `Engine.wait_saved`."""
         self._refuse_closed()
         self._checkpoints.wait_saved()
 
     def cancel_save(self) -> None:
-        """Give up the save in progress, if there is one. Nothing of it is left; older checkpoints are as they were."""
+        """See `Engine.cancel_save`."""
         self._checkpoints.cancel_save()
 
     def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
-        """Restore weights, moments, step and scaler from a checkpoint.
+        """See `Engine.load`.
 
-        Args:
-            folder: A complete checkpoint of this model.
-            wait: False returns when the units on the device are there; the others stream in while the first forward runs,
-                see [Note: lazy reading] in checkpoint/reader.py. A damaged tensor is then found by the step that needs it.
-
-        Returns:
-            The `extra` it was saved with.
-
-        Raises:
-            UserError: The checkpoint is damaged, or another model's. If it was found before anything was restored, the engine
-                is as it was; otherwise the engine refuses to compute until a load succeeds.
+        With `wait=False` it returns when the units on the device are read; the others stream in while the first forward runs, see
+        [Note: lazy reading] in checkpoint/reader.py. A damaged tensor is then found by the step that needs it. If a load fails
+        before anything was restored, the engine is as before; otherwise it refuses to compute until a load succeeds.
         """
         super()._refuse_closed()  # a failed load is no obstacle
         refuse_other_config(Path(folder), self.config)
         self._checkpoints.wait_saved()
         self._optimizer.forget(self._checkpoints.cancel_load())
-        self._optimizer.wait_all()
-        self._streams.synchronize()
+        self.synchronize()
         loading, state = self._host_checkpoints.start_load(Path(folder))
         self._checkpoints.follow_load(loading)
         self._optimizer.expect(loading.futures)
-        self._flows.weights.drop_all()
+        self._device_side.weights.drop_all()
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
         if self._loss_scale and state.get("loss_scale"):
             self._loss_scale = LossScale.from_state_dict(state["loss_scale"])
@@ -432,39 +463,46 @@ class HostEngine(Engine):
         self._oom.restore(state.get("ladder") or {})
         return state["extra"]
 
+    def synchronize(self) -> None:
+        """See `Engine.synchronize`."""
+        self._optimizer.wait_all()
+        self._streams.synchronize()
+
     def counters(self) -> dict[str, int | float | str]:
-        """Of the latest step: `h2d_bytes`, `d2h_bytes` copied; `weight_bytes` loaded, `gradient_bytes` sent; `update_wait_s`,
-        `slab_wait_s`, `slab_waits`. And `slabs`, `weight_slots` that exist, and the gradients' `route`."""
-        return self._flows.counters()
+        """Of the latest step: `h2d_bytes` and `d2h_bytes` copied, of which `weight_bytes` and `gradient_bytes`; `update_wait_s`,
+        `slab_wait_s`, `slab_waits`. Now: `updates_running` in the background, `fetches_left` of the step in progress. And
+        `slabs`, `weight_slots`, `compiled_layers`, and the gradients' `route`."""
+        running = sum(not job.done() for job in self._optimizer.pending().values())
+        return {**self._device_side.counters(), "updates_running": running}
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host_<plane>`, `host_slabs`, `host_pinned`, `device_resident`, `device_slots`, `device_gradients`,
         `device_peak`."""
-        return self._flows.memory()
+        return self._device_side.memory()
 
     def close(self) -> None:
-        """Wait for background work, then give all memory back. A closed engine refuses every further call."""
+        """See `Engine.close`."""
         if self._closed:
             return
         self._closed = True
         self._checkpoints.close()
         self._streams.synchronize()
         self._optimizer.close()
-        self._flows.close()
+        self._device_side.close()
         self.store.close()
 
     # ---------------------------------------------------------------- small parts
 
     def _checked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
         checked, tokens = super()._checked(batch)
-        if self._packing_asks is not None and batches.is_packed(checked):
-            attention, trust_remote_code = self._packing_asks
+        if self._unverified_packing is not None and batches.is_packed(checked):
+            attention, trust_remote_code = self._unverified_packing
             verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
-            self._packing_asks = None
+            self._unverified_packing = None
         return checked, tokens
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
-        """For rows of this length."""
+        """Attention kernels to try for rows of this length, fastest first."""
         shape, tokens = attention_shape(self.config.get_text_config()), batch["input_ids"].shape[1]
         return attention_order(shape, tokens, self.plan.compute, self.device)
 
@@ -478,28 +516,27 @@ class HostEngine(Engine):
         skipped: str | None,
         started: float,
     ) -> StepResult:
-        """Of the step that has just been computed on `batch`."""
-        seconds, moved = self._flows.seconds(), self._flows.moved_bytes()
+        """The result of the step that has just been computed on `batch`."""
+        seconds, moved = self._device_side.seconds(), self._device_side.moved_bytes()
         seconds["step"] = time.perf_counter() - started
-        shape = self._oom.shape(batch["input_ids"].shape)
-        pipeline = self.instruments.record(self._flows, shape, self._oom.changes)
+        policy = self.plan.summary(self._oom.shape(batch["input_ids"].shape))
+        pipeline = self.instruments.record(self._device_side, policy, self._oom.changes)
         return StepResult(loss, norm, tokens, skipped, seconds, self._gradient_scale, moved, pipeline, metrics)
 
     def _rearrange(self, plan: ExecutionPlan) -> None:
         """Remake the device buffers for another plan; see `DeviceBuffers.rearrange`. No step is in progress."""
         self.wait_saved()  # a writer reads the planes where they lie
-        self._optimizer.wait_all()
-        self._streams.synchronize()
+        self.synchronize()
         try:
-            self._flows.rearrange(plan)
-        except BaseException:  # without its buffers the engine is none
+            self._device_side.rearrange(plan)
+        except BaseException:  # without its buffers the engine cannot go on
             self._closed = True
             self._optimizer.close()
             self.store.close()
             raise
 
     def _refuse_closed(self) -> None:
-        """Raise, too, where the planes hold no consistent state."""
+        """Raise, too, if the planes hold no consistent state."""
         super()._refuse_closed()
         self._checkpoints.refuse_mixture()
 

@@ -1,18 +1,18 @@
-"""Gradients: from a unit's backward to the place where AdamW finds them.
+"""Gradients: from a unit's backward to the memory where AdamW reads them.
 
-[Note: where gradients wait]
-Resident units keep their gradient in a plane on the device. For the others, with clipping, AdamW must wait for the global norm,
-so every gradient waits in the unit's *gradient plane*:
-    direct   one window, pinned planes: copied out of the staging buffer straight into the plane;
-    added    several windows: copied into a slab and added into the (fp32) plane by a background job, because a sum of windows
-             must be exact to fp32; also with one window when the planes are not pinned (memory.pin: staged).
+[Note: gradient routes]
+Gradients of resident units stay in a plane on the device. For all others, clipping makes AdamW wait for the global norm, so they
+wait in the unit's *gradient plane* on the host:
+    COPY          one accumulation step, pinned planes: copied from the staging buffer straight into the plane;
+    ACCUMULATE    several accumulation steps: copied into a slab, and added to the (fp32) plane by a background job, because the
+                  sum must be exact to fp32; also with one step if the planes are not pinned (memory.pin: staged).
 Without clipping and without a plane:
-    eaten    copied into a slab, and AdamW reads it there at once, in backward order.
-Chunks of one window are summed on the device in fp32 before anything is rounded to the transport type.
+    FUSED_UPDATE  copied into a slab, from which AdamW reads it at once, in backward order.
+Microbatches of one accumulation step are summed on the device in fp32 before anything is rounded to the transport type.
 
 [Note: the norm is of what AdamW reads]
 The squared norm of each unit is taken on the device after rounding to the transport type, so that clipping is exact for the
-gradients that are applied. Several windows add up on the host, so their norm is taken there, from the finished planes.
+gradients that are applied. Sums over accumulation steps are made on the host, so their norm is taken there, from the planes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatrain.models.structure import Unit
 
 
 class Route(enum.Enum):
-    """See [Note: where gradients wait]."""
+    """See [Note: gradient routes]."""
 
     COPY = "into the plane"
     ACCUMULATE = "into a slab, then added to the plane"
@@ -39,19 +39,20 @@ class Route(enum.Enum):
 
 
 class SlabJobs(Protocol):
-    """What consumes slabs in the background. `arrived` must be waited for first; the future ends when the slab is free."""
+    """Background jobs that consume slabs. A job waits for `arrived` first; its future ends when the slab is free."""
 
     def add(self, unit: Unit, slab: torch.Tensor, first: bool, arrived: Event) -> Future[None]: ...
     def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]: ...
 
 
 class UnitSum:
-    """The gradient of one unit, summed over the chunks of a window, on the device.
+    """The gradient of one unit on the device, summed over the microbatches of an accumulation step.
 
     Args:
-        unit: Whose gradient.
+        unit: The unit.
         flat: (layout.numel,) device memory.
-        fresh: The memory holds nothing of value yet: the first chunk overwrites all of it.
+        fresh: Whether the first microbatch overwrites the memory instead of adding to it.
+        views: Views of `flat` by layout name, if they exist already.
     """
 
     def __init__(self, unit: Unit, flat: torch.Tensor, fresh: bool, views: dict[str, torch.Tensor] | None = None):
@@ -61,7 +62,7 @@ class UnitSum:
         self._fresh = fresh
 
     def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Add one chunk's gradients by layout name. A parameter without a gradient contributes zeros at its own place."""
+        """Add one microbatch's gradients by layout name. A parameter without a gradient contributes zeros at its own place."""
         if self._fresh:
             self._fresh = False
             for start, end in self.unit.layout.gaps:
@@ -80,16 +81,16 @@ class UnitSum:
 
 
 class EdgeSum:
-    """The gradients of embedding and head, which come in parts: token chunks of the head, the final norm, the embedding.
+    """Gradients of embedding and head, which arrive in parts: from chunks of the head, the final norm, the embedding.
 
-    A tied tensor collects both its gradients here, as one tensor.
+    Both gradients of a tied tensor are summed here, into one.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Add a part of the gradient of the parameter with this full name. The first part is kept as it is, sums are fp32."""
+        """Add a part of the gradient of the parameter with this full name. A single part keeps its type, sums are fp32."""
         if gradient is None:
             return
         held = self._sums.get(name)
@@ -101,7 +102,7 @@ class EdgeSum:
             self._sums[name] = held.float().add_(gradient)
 
     def take(self, unit: Unit, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The unit's flat gradient (layout.numel,) in transport dtype; its parts are let go."""
+        """Remove and return the unit's flat gradient (layout.numel,) in transport dtype."""
         flat = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
         for name, view in unit.layout.views(flat).items():
             gradient = self._sums.pop(unit.prefix + name, None)
@@ -111,18 +112,23 @@ class EdgeSum:
 
 
 class GradientFlow:
-    """Moves each unit's gradient to the host once per window. See the notes at the top.
+    """Moves each unit's gradient to the host once per accumulation step. See the notes at the top.
 
     Args:
         streams: The device's streams.
         store: The host planes.
         units: All units.
-        route: Where gradients go.
+        route: The route of units that are not resident.
         transport: bf16 or fp32.
-        slabs: Pool for layers, needed unless the route is COPY.
-        edge_slabs: A slab for embedding and one for head, by unit name, needed likewise.
+        slabs: Pool of the layers' slabs; None with route COPY.
+        edge_slabs: Slabs of embedding and head, by unit name; empty with route COPY.
         jobs: Consumers of slabs.
         poison: Fill buffers with NaN after their use (tests).
+
+    Attributes:
+        arrived: Unit name -> event behind the copy that fills the unit's gradient plane.
+        edges: The sum for embedding and head.
+        sent_bytes: Bytes sent to the host since the counter was reset.
     """
 
     def __init__(
@@ -150,7 +156,9 @@ class GradientFlow:
         streamed = [unit.layout.numel for unit in layers if not store.units[unit.name].resident]
         self._staging = [Staging(streams, max(streamed, default=0), transport) for _ in range(2)]
         self._turn = 0
-        self._chunk_sum: torch.Tensor | None = None  # fp32 (layer_numel,), made when a window first has several chunks
+        self._chunk_sum: torch.Tensor | None = (
+            None  # fp32 (layer_numel,), made when several microbatches are first summed
+        )
         self._layer_numel = layer_numel
         self.arrived: dict[str, Event] = {unit.name: streams.event() for unit in units}
         self.edges = EdgeSum()
@@ -166,6 +174,7 @@ class GradientFlow:
         return chunk_sum + sum(staging.flat.nbytes for staging in self._staging)
 
     def begin_step(self) -> None:
+        """Forget the gradients of the previous step."""
         self._norms, self._sent_this_step = [], set()
         self.edges = EdgeSum()
         for planes in self._store.units.values():
@@ -173,7 +182,7 @@ class GradientFlow:
                 planes.grad = None
 
     def begin_layer(self, unit: Unit, chunks: int) -> UnitSum:
-        """Device memory for the sum of the layer's gradient over the chunks of this window."""
+        """Device memory for the sum of the layer's gradient over the `chunks` microbatches of this accumulation step."""
         numel = unit.layout.numel
         planes = self._store.units[unit.name]
         if planes.resident:
@@ -190,7 +199,7 @@ class GradientFlow:
         return UnitSum(unit, self._chunk_sum[:numel], fresh=True)
 
     def send_layer(self, total: UnitSum) -> None:
-        """The layer's gradient of this window is complete: take its norm, send it to the host. Asynchronous."""
+        """Take the norm of the layer's gradient of this accumulation step and send it to the host. Asynchronous."""
         if self._store.units[total.unit.name].resident:
             plane = self._resident_plane(total.unit)
             if total.flat.data_ptr() != plane.data_ptr():
@@ -211,7 +220,7 @@ class GradientFlow:
             self._through_slab(total.unit, self._slabs.take(), staging)
 
     def send_edge(self, unit: Unit) -> None:
-        """Embedding or head is complete for this window: like `send_layer`. The device memory lives until the copy ends."""
+        """Like `send_layer`, for embedding or head. The device memory lives until the copy ends."""
         if unit.layout.numel == 0:
             return
         flat = self.edges.take(unit, self._transport, self._streams.device)
@@ -235,28 +244,28 @@ class GradientFlow:
         return torch.stack(self._norms).square().sum() if self._norms else torch.zeros(())
 
     def settle(self) -> None:
-        """Block until no background job reads a slab. Their errors are raised here."""
+        """Block until no background job reads a slab. Raises their errors."""
         if self._slabs is not None:
             self._slabs.settle()
         for slab in self._edge_slabs.values():
             slab.settle()
 
     def abandon(self) -> None:
-        """After an error in the middle of a step: drop the step's gradients and free the buffers."""
+        """Reset after an error in the middle of a step: drop its gradients and free the buffers."""
         self.begin_step()
         for staging in self._staging:
             staging.abandon()
         self.settle()
 
     def _staging_views(self, unit: Unit, staging: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The unit's views of a staging buffer, made once: many small views cost more than the copies of a small layer."""
+        """The unit's views of a staging buffer, made once: making many small views takes longer than copying a small layer."""
         key = (staging.data_ptr(), unit.name)
         if key not in self._views:
             self._views[key] = unit.layout.views(staging)
         return self._views[key]
 
     def _resident_plane(self, unit: Unit) -> torch.Tensor:
-        """The gradient plane of a resident unit: device memory from its first backward of a step until its update."""
+        """The gradient plane of a resident unit: it exists from the first backward of a step until the update."""
         planes = self._store.units[unit.name]
         if planes.grad is None:
             dtype = self._store.dtypes["grad"]
@@ -264,7 +273,7 @@ class GradientFlow:
         return planes.grad
 
     def _keep(self, unit: Unit, plane: torch.Tensor, adopt: bool) -> None:
-        """A resident unit's gradient of this window stays on the device, in its plane (`adopt`: this memory becomes it)."""
+        """Keep a resident unit's gradient on the device, in its plane (`adopt`: this memory becomes the plane)."""
         if adopt:
             self._store.units[unit.name].grad = plane.to(self._store.dtypes["grad"])
         if self.route is Route.COPY:
@@ -284,7 +293,7 @@ class GradientFlow:
         self._sent_this_step.add(unit.name)
 
     def _note_square(self, flat: torch.Tensor) -> None:
-        # A GPU sums in a tree, a CPU one after the other, where fp32 would lose the fourth digit of a large layer.
+        # A GPU sums in a tree. A CPU sums one by one, where fp32 would lose the fourth digit of a large layer's norm.
         dtype = torch.float32 if flat.is_cuda else torch.float64
         self._norms.append(torch.linalg.vector_norm(flat, dtype=dtype))
 

@@ -1,13 +1,12 @@
-"""The instruments of an engine: begin and end of a step, and the figures of it.
+"""Instruments of an engine: when a step begins and ends, and its figures.
 
-The spans themselves come from what is there anyway: `Streams` records copies and waits, `CpuUpdater` its passes over units. Here
-they become a `PipelineRecord`; see [Note: which work a record is about] in metrics/record.py.
+Spans are recorded where the work happens: copies and waits by `Streams`, passes over units by `CpuUpdater`. Here they become a
+`PipelineRecord`; see [Note: which work a record is about] in metrics/record.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,6 @@ import torch
 from megatrain.device.meter import GpuMeter
 from megatrain.device.streams import Streams
 from megatrain.engine.host.buffers import DeviceBuffers
-from megatrain.engine.plan import StepShape
 from megatrain.host_memory.store import HostStore
 from megatrain.metrics.record import PipelineRecord, pipeline_of
 from megatrain.metrics.spans import Span
@@ -42,8 +40,8 @@ class Instruments:
 
     Args:
         streams: Where spans are recorded.
-        store: For the bytes of an update.
-        on: Whether anything is recorded; `record` gives None otherwise.
+        store: Tells the bytes that an update moves.
+        on: Whether anything is recorded; otherwise `record` returns None.
     """
 
     def __init__(self, streams: Streams, store: HostStore, on: bool):
@@ -55,7 +53,7 @@ class Instruments:
 
     @property
     def on(self) -> bool:
-        """Whether anything is recorded. May be changed between two steps."""
+        """Whether anything is recorded. May be changed between steps."""
         return self._spans.on
 
     @on.setter
@@ -63,7 +61,7 @@ class Instruments:
         self._spans.on = on
 
     def begin_trace(self) -> None:
-        """From now on visits are recorded, too, and all spans are kept."""
+        """Record layer fetches, too, and keep all spans until `end_trace`."""
         self._spans.on = self._spans.tracing = True
         self._traced = []
 
@@ -75,7 +73,7 @@ class Instruments:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step's launches, and the wait for its loss and norm: compute is idle at the end."""
+        """Record a step: its launches, and the wait for its loss and norm. The compute stream is idle at the end."""
         if not self._spans.anchored:
             self._spans.anchor(idle=False)
         start = self._spans.mark(self._streams.compute)
@@ -85,21 +83,27 @@ class Instruments:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Work of the device inside belongs to no training step."""
+        """Do not count device work inside to any training step."""
         self._spans.paused = True
         try:
             yield
         finally:
             self._spans.paused = False
 
-    def record(self, flows: DeviceBuffers, shape: StepShape, ladder: tuple[str, ...]) -> PipelineRecord | None:
-        """The figures of the step that has just ended, and of whatever else has since the call before."""
+    def record(self, buffers: DeviceBuffers, policy: str, ladder: tuple[str, ...]) -> PipelineRecord | None:
+        """The figures of the step that has just ended, and of background work that has ended since the last call.
+
+        Args:
+            buffers: The device side.
+            policy: How the step was computed; `ExecutionPlan.summary`.
+            ladder: What OOM recovery has changed; `OomRecovery.changes`.
+        """
         if not self._spans.on:
             return None
         spans = self._spans.take()
         if self._spans.tracing:
             self._traced += spans
-        gpu, slabs = self._meter.read(), flows.slabs
+        gpu, slabs = self._meter.read(), buffers.slabs
         return replace(
             pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
             slabs=len(slabs.slabs) if slabs else 0,
@@ -109,8 +113,8 @@ class Instruments:
             device_used_bytes=gpu.used_bytes,
             device_reserved_bytes=gpu.reserved_bytes,
             device_total_bytes=self._total,
-            host_pinned_bytes=flows.pinned_bytes(),
-            policy=policy_of(flows, shape),
+            host_pinned_bytes=buffers.pinned_bytes(),
+            policy=policy,
             ladder=ladder,
         )
 
@@ -118,24 +122,3 @@ class Instruments:
         """Bytes of host memory that an update moves for one parameter: planes are read and written, the gradient is read."""
         gradient = self._store.dtypes.get("grad", torch.bfloat16).itemsize
         return gradient + 2 * sum(t.itemsize for kind, t in self._store.dtypes.items() if kind != "grad")
-
-
-def policy_of(flows: DeviceBuffers, shape: StepShape) -> str:
-    """How a step is computed, in a line."""
-    kept = Counter(shape.policies.values())
-    parts = [f"{name} {count}" for name, count in kept.items()]
-    if recomputed := len(flows.structure.layers) - kept.total():
-        parts.append(f"recompute {recomputed}")
-    parts += [
-        f"accumulation {shape.accumulation_steps}",
-        f"microbatch_rows {shape.microbatch_rows}",
-        f"head_chunk_tokens {shape.head_tokens}",
-    ]
-    extras = {
-        "mlp_chunk_tokens": flows.shell.chunk_tokens,
-        "segment": shape.segment if shape.segment > 1 else 0,
-        "offloaded": len(flows.inputs.layers),
-    }
-    parts += [f"{name} {count}" for name, count in extras.items() if count]
-    resident = sum(planes.resident for planes in flows.store.units.values())
-    return ", ".join([*parts, f"resident {resident} of {len(flows.store.units)}"])

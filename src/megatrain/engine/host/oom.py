@@ -235,6 +235,17 @@ class OomRecovery:
         return wider == 0 or wider + HOST_RESERVE_BYTES < available_host_bytes()
 
 
+def limit_device(device: torch.device, device_gib: float | None) -> int:
+    """Limit this process to `device_gib` of the device's memory. Returns the bytes it may use, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    if device_gib is None:
+        return total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, device_gib * GIB / total), device)
+    return min(total, int(device_gib * GIB))
+
+
 def config_changes(before: ExecutionPlan, after: ExecutionPlan, device_fraction: float | None = None) -> ConfigChanges:
     """The config settings that lead from one resolved plan to a reduced one."""
 

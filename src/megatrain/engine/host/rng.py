@@ -1,4 +1,4 @@
-"""Random state: each step is a pure function of (seed, step), and a recompute replays what its forward drew."""
+"""Random state: each step depends on (seed, step) alone, and a recompute replays the random numbers of its forward."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
-"""State of the CPU generator and of the device's, if it has one of its own."""
+"""State of the CPU's generator and of the device's (None on a CPU)."""
 
 
 def capture(device: torch.device) -> RandomState:
-    """The state that the next random operation starts from. No device synchronisation."""
+    """The current state of the generators. Does not synchronise with the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
@@ -24,7 +24,7 @@ def restore(device: torch.device, state: RandomState) -> None:
 
 @contextlib.contextmanager
 def replayed(device: torch.device, state: RandomState) -> Iterator[None]:
-    """Draw inside what was drawn after `state` was captured; the generators go on afterwards as if nothing had happened."""
+    """Repeat inside the random numbers that followed `state`; the generators are restored afterwards."""
     current = capture(device)
     restore(device, state)
     try:
@@ -35,12 +35,12 @@ def replayed(device: torch.device, state: RandomState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(device: torch.device, seed: int, step: int) -> Iterator[None]:
-    """Random operations inside depend on (seed, step) alone: not on what ran before, so that resuming or evaluating in
-    between changes nothing. The caller's generators are left as they were."""
+    """Make random operations inside depend on (seed, step) alone, so that resuming, or evaluating in between, changes nothing.
+    The generators are restored afterwards."""
     current = capture(device)
     number = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
-    # Not torch.manual_seed: it also seeds the generators of all other devices, which nobody would set back, and writes down a
-    # stack trace for each kind of device that is not in use.
+    # Not torch.manual_seed: it also seeds all other devices, which are not restored, and records a stack trace for each kind of
+    # device that is not in use.
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(number)

@@ -1,12 +1,12 @@
-"""Chunks of rows: cutting a layer call along the batch, and putting its outputs together again.
+"""Microbatches: cutting a layer call along the rows of the batch, and joining its outputs.
 
 [Note: which argument goes with the rows]
-HF's loop calls a layer with the hidden states of the whole window and with whatever else the family passes: masks, rotary
-tables, positions, ALiBi slopes folded into the batch dimension. Which dimension of which argument grows with the rows is not
-guessed from sizes (rows may equal tokens): the shell is run twice without gradients, on 2 and on 3 rows of the batch, and the
-sizes are compared. A dimension that grows from 2k to 3k carries k entries per row. What is found holds for rows
-of any length: no tested family hands on more entries per row for longer ones, and `cut` would refuse it. Masks come and go with
-padding and length, though: of an argument that was no tensor in the probe it is known that its rows, if it has any, come first.
+HF's loop calls a layer with the hidden states of all rows and with whatever else the family passes: masks, rotary tables,
+positions, ALiBi slopes folded into the batch dimension. Which dimension of which argument grows with the rows cannot be told
+from sizes (there may be as many rows as tokens), so the shell is run twice without gradients, on 2 and on 3 rows of the batch,
+and the sizes are compared. A dimension that grows from 2k to 3k has k entries per row. This holds for rows of any length: no
+tested family passes more entries per row for longer rows, and `cut` would refuse it. Masks come and go with padding and length,
+though, so arguments that were not tensors during probing are assumed to be batch-first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ PROBE_ROWS = (2, 3)
 
 @dataclass(frozen=True)
 class RowAxis:
-    """A dimension that grows with the rows, by `per_row` entries each.
+    """A dimension that grows with the rows.
 
     Attributes:
-        seen: False of what was no tensor in the probe: these are its rows if they are as many as the window's.
+        dim: The dimension.
+        per_row: Entries per row.
+        seen: False for an argument that was no tensor during probing: the dimension is rows only if its size is their number.
     """
 
     dim: int
@@ -39,7 +41,7 @@ UNSEEN = RowAxis(0, 1, seen=False)
 
 
 def row_axis(small: Shape | None, large: Shape | None) -> RowAxis | None:
-    """The dimension that grows with the rows between two probes (2 and 3 rows), None when none does."""
+    """The dimension that grew between the two probes (2 and 3 rows), None if none did."""
     if small is None or large is None or len(small) != len(large):
         return UNSEEN
     grown = [d for d in range(len(small)) if small[d] != large[d]]
@@ -58,14 +60,14 @@ def shapes_of(leaves: Sequence[Any]) -> list[Shape | None]:
 
 @dataclass(frozen=True)
 class CallAxes:
-    """Row axes of one layer call: of each argument leaf and of each output leaf."""
+    """Row axes of one layer call, by argument leaf and by output leaf; None: shared by all rows."""
 
     inputs: tuple[RowAxis | None, ...]
     outputs: tuple[RowAxis | None, ...]
 
 
 def cut(leaf: Any, axis: RowAxis | None, rows: slice, total: int) -> Any:
-    """The part of an argument that belongs to `rows`, of `total` rows; the argument itself where all rows share it."""
+    """The part of an argument that belongs to `rows`, out of `total` rows; the argument itself if all rows share it."""
     if isinstance(leaf, BlockMask):
         return _cut_block_mask(leaf, rows)
     if not isinstance(leaf, torch.Tensor):
@@ -73,7 +75,7 @@ def cut(leaf: Any, axis: RowAxis | None, rows: slice, total: int) -> Any:
     if axis is None:
         if leaf.ndim != 4 or leaf.shape[0] != total:
             return leaf
-        axis = UNSEEN  # a mask that was one for all rows of the probe
+        axis = UNSEEN  # a mask that all rows of the probe shared
     size = leaf.shape[axis.dim] if leaf.ndim > axis.dim else 1
     if size == axis.per_row or (not axis.seen and (leaf.ndim < 2 or size != total)):
         return leaf
@@ -82,8 +84,8 @@ def cut(leaf: Any, axis: RowAxis | None, rows: slice, total: int) -> Any:
 
 
 def _cut_block_mask(mask: BlockMask, rows: slice) -> BlockMask:
-    """The part of a block mask that belongs to `rows`. Its mask function counts rows from 0, so it is shifted; the shift
-    is a tensor, because code would be compiled again for every number."""
+    """The part of a block mask that belongs to `rows`. Its mask function counts rows from 0, so it is shifted, by a tensor:
+    compiled code would be specialised to each number."""
     if mask.kv_num_blocks.shape[0] == 1:
         return mask
     first = torch.tensor(rows.start, device=mask.kv_num_blocks.device)
@@ -105,7 +107,7 @@ def _cut_block_mask(mask: BlockMask, rows: slice) -> BlockMask:
 
 
 def chunks_of(total_rows: int, microbatch_rows: int) -> list[slice]:
-    """Consecutive slices of at most `microbatch_rows` rows, as equal as can be."""
+    """Consecutive slices of at most `microbatch_rows` rows, as equal as possible."""
     count = -(-total_rows // microbatch_rows)
     base, extra = divmod(total_rows, count)
     slices, start = [], 0
@@ -117,30 +119,30 @@ def chunks_of(total_rows: int, microbatch_rows: int) -> list[slice]:
 
 
 class RowChunks:
-    """The chunks of a window's rows: cuts what goes into a layer call, and joins what comes out of it.
+    """The microbatches of an accumulation step: cuts the inputs of a layer call, and joins its outputs.
 
     Attributes:
-        chunks: The rows of each.
+        chunks: The rows of each microbatch.
     """
 
     def __init__(self) -> None:
         self.chunks: list[slice] = []
         self._known: dict[tuple[str, ...], list[CallAxes]] = {}
-        self._axes: list[CallAxes] | None = None  # of the layer calls of this window; None: it is one chunk
-        self._seen: list[tuple[list[Shape | None], list[Shape | None]]] | None = (
-            None  # of each layer call, while learning
-        )
+        self._axes: list[CallAxes] | None = None
+        """Axes of each layer call of this accumulation step; None: it is one microbatch."""
+        self._seen: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
+        """Shapes of each layer call, while probing."""
 
     def knows(self, kind: tuple[str, ...]) -> bool:
-        """Whether windows of this kind can have several chunks."""
+        """Whether row axes are known for batches of this kind."""
         return kind in self._known
 
     def learn(self, kind: tuple[str, ...], probe: Callable[[int], None]) -> None:
-        """Find out which arguments go with the rows. See [Note: which argument goes with the rows].
+        """Find the row axes of all layer calls. See [Note: which argument goes with the rows].
 
         Args:
-            kind: Of the batch.
-            probe: Runs all layers on so many rows, as one chunk; each call is shown to `saw`.
+            kind: Kind of the batch.
+            probe: Runs all layers on a given number of rows, as one microbatch; each call is reported to `saw`.
         """
         found = []
         for count in PROBE_ROWS:
@@ -157,25 +159,25 @@ class RowChunks:
         ]
 
     def saw(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Argument and output leaves of the next layer call."""
+        """Report the argument and output leaves of the next layer call, if probing."""
         if self._seen is not None:
             self._seen.append((shapes_of(inputs), shapes_of(outputs)))
 
     def begin(self, kind: tuple[str, ...], rows: int, microbatch_rows: int) -> None:
-        """A window of so many rows comes, in chunks of at most `microbatch_rows`."""
+        """Start an accumulation step of `rows` rows, in microbatches of at most `microbatch_rows`."""
         self.chunks = chunks_of(rows, microbatch_rows)
         self._axes = self._known[kind] if len(self.chunks) > 1 else None
 
     def abandon(self) -> None:
-        """After an error in the middle of a window."""
+        """Reset after an error in the middle of a step."""
         self.chunks, self._axes, self._seen = [], None, None
 
     def cut_inputs(self, layer: int, leaves: Sequence[Any], rows: slice) -> list[Any]:
-        """The part of a layer call's arguments that belongs to `rows`."""
+        """The parts of a layer call's arguments that belong to `rows`."""
         return self._cut(leaves, self._axes[layer].inputs, rows) if self._axes else list(leaves)
 
     def cut_gradients(self, layer: int, gradients: Sequence[Any], rows: slice) -> list[Any]:
-        """The part of the gradients of a layer call's outputs that belongs to `rows`."""
+        """The parts of the gradients of a layer call's outputs that belong to `rows`."""
         return self._cut(gradients, self._axes[layer].outputs, rows) if self._axes else list(gradients)
 
     def _cut(self, leaves: Sequence[Any], axes: Sequence[RowAxis | None], rows: slice) -> list[Any]:
@@ -183,7 +185,7 @@ class RowChunks:
         return [cut(leaf, axis, rows, total) for leaf, axis in zip(leaves, axes, strict=True)]
 
     def join_outputs(self, layer: int, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """A layer call's outputs from those of its chunks."""
+        """A layer call's outputs from those of its microbatches."""
         if len(parts) == 1:
             return list(parts[0])
         assert self._axes is not None
@@ -196,7 +198,7 @@ class RowChunks:
         return joined
 
     def join_gradient(self, layer: int, position: int, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Gradient of a whole argument from those of its chunks: side by side along the rows, summed where all share it."""
+        """Gradient of a whole argument from those of the microbatches: concatenated along the rows, or summed if all share it."""
         present = [part for part in parts if part is not None]
         if len(present) <= 1 and len(parts) == 1:
             return parts[0]

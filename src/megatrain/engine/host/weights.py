@@ -1,9 +1,14 @@
-"""Weights on the device: layers stream through the ring, the edges (embedding, head) stay for the step.
+"""Weights on the device: layers stream through the ring of slots, the edges (embedding, head) stay for the step.
 
 [Note: when a unit's weights may be copied]
-AdamW of step n runs under the forward of step n + 1. A unit's copy must not start before its own update has ended, so
-every load waits for that unit's update, and for no other. The host plane then rests until the next update of the same unit,
-which is launched only after the backward that read it.
+AdamW of step n runs under the forward of step n + 1. The copy of a unit's weights must not start before the unit's own update
+has finished, so each load waits for that update, and for no other. The host plane is not written again until the next update
+of the same unit, which is launched after the backward that read it.
+
+[Note: fetch order]
+Which layers a step fetches, in which order, is a list that is known before the step starts. Prefetching follows the list, and so
+does the choice of the slot to evict. An evaluation fetches each layer once, in order. Training does so for the forward; its
+backward goes through the segments from last to first, and each segment is first recomputed up to the input of its last layer.
 """
 
 from __future__ import annotations
@@ -22,8 +27,28 @@ from megatrain.host_memory.store import HostStore
 from megatrain.models.structure import Unit
 
 
+def forward_fetch_order(layers: int) -> list[int]:
+    """Fetch order of an evaluation."""
+    return list(range(layers))
+
+
+def backward_fetch_order(layers: int, segment: int) -> list[int]:
+    """Fetch order of a backward. With `segment` 1 every layer's input was kept, and the list is just reversed."""
+    order: list[int] = []
+    for start in reversed(range(0, layers, segment)):
+        end = min(start + segment, layers)
+        order += range(start, end - 1)
+        order += reversed(range(start, end))
+    return order
+
+
+def training_fetch_order(layers: int, segment: int, accumulation_steps: int) -> list[int]:
+    """Fetch order of a training step: forward and backward, once per accumulation step."""
+    return (forward_fetch_order(layers) + backward_fetch_order(layers, segment)) * accumulation_steps
+
+
 class UpdateGate:
-    """What the weight stream asks of the optimizer."""
+    """What the weight stream needs from the optimizer: `finished(unit)`, and `wait(unit)`, which blocks until it is."""
 
     def __init__(self, finished: Callable[[str], bool], wait: Callable[[str], None]):
         self.finished = finished
@@ -31,13 +56,13 @@ class UpdateGate:
 
 
 class WeightStream:
-    """Fetches layers in the order of a visit list and prefetches what the list says comes next.
+    """Fetches layers in a given order, and prefetches the layers that come next.
 
     Args:
         store: The host planes.
         layers: The layer units, in order.
         ring: Slots for the layers.
-        edges: (unit, its own slot) of embedding and head; they are loaded once per update and stay. A resident one has no slot.
+        edges: Embedding and head, each with its slot; a resident one has none. They are loaded once per update.
         gate: See [Note: when a unit's weights may be copied].
     """
 
@@ -54,26 +79,29 @@ class WeightStream:
         self._ring = ring
         self._edges = list(edges)
         self._gate = gate
-        self._visits: list[int] = []
+        self._order: list[int] = []
         self._position = 0
         self._streamed: collections.deque[tuple[int, int]] = collections.deque()
-        """(position, layer) of the visits ahead that need a slot."""
+        """(position, layer) of the fetches ahead that need a slot."""
         self.update_wait_s = 0.0
         self.loaded_bytes = 0
 
-    def follow(self, visits: list[int]) -> None:
-        """Start a new list of visits; the last one must have been finished or abandoned."""
-        assert self._position == len(self._visits), f"{len(self._visits) - self._position} visits left"
-        self._visits, self._position = visits, 0
-        self._streamed = collections.deque((i, layer) for i, layer in enumerate(visits) if not self.stays(layer))
+    def follow(self, order: list[int]) -> None:
+        """Start a new fetch order. The previous one must be finished or abandoned."""
+        assert self.fetches_left == 0, f"{self.fetches_left} fetches left"
+        self._order, self._position = order, 0
+        self._streamed = collections.deque((i, layer) for i, layer in enumerate(order) if not self.stays(layer))
 
     def fetch(self, layer: int) -> torch.Tensor:
         """The flat weights (numel,) of `layer` in compute dtype, for kernels launched before `release`.
 
         Blocks the host while the layer's update is still running; the copy itself is asynchronous.
+
+        Raises:
+            UserError: The model calls its layers in another order.
         """
-        if self._position >= len(self._visits) or self._visits[self._position] != layer:
-            expected = self._visits[self._position : self._position + 1]
+        if self._position >= len(self._order) or self._order[self._position] != layer:
+            expected = self._order[self._position : self._position + 1]
             raise UserError(
                 f"the model called layer {layer} where layer {expected} was expected",
                 remedy="a family that skips, repeats or reorders its layers is not supported by the host engine",
@@ -91,16 +119,21 @@ class WeightStream:
         return slot.acquire(unit.layout.numel)
 
     @property
-    def visited(self) -> int | None:
-        """The layer that was fetched last; None before the first of a list."""
-        return self._visits[self._position - 1] if self._position else None
+    def fetched(self) -> int | None:
+        """The layer that was fetched last; None before the first fetch of an order."""
+        return self._order[self._position - 1] if self._position else None
+
+    @property
+    def fetches_left(self) -> int:
+        """Fetches that the current order still has to launch."""
+        return len(self._order) - self._position
 
     def stays(self, layer: int) -> bool:
-        """Whether the layer is resident: its weights have the same address in every visit, and no slot."""
+        """Whether the layer is resident: its weights never move, and it has no slot."""
         return self._store.units[self._layers[layer].name].resident
 
     def release(self, layer: int) -> None:
-        """All kernels that read `layer` in this visit have been launched; prefetch what comes next. Asynchronous."""
+        """Call when all kernels that read this fetch of `layer` are launched. Prefetches what comes next. Asynchronous."""
         if not self.stays(layer):
             slot = self._ring.holding(self._layers[layer].name)
             assert slot is not None, f"layer {layer} holds no slot"
@@ -108,7 +141,7 @@ class WeightStream:
         self._prefetch()
 
     def _prefetch(self) -> None:
-        """Load what the visit list says comes next, as far as there are slots and finished updates. Asynchronous."""
+        """Load the next layers of the order, as far as slots are free and updates have finished. Asynchronous."""
         while self._streamed and self._streamed[0][0] < self._position:
             self._streamed.popleft()
         for position, following in itertools.islice(self._streamed, len(self._ring.slots)):
@@ -134,46 +167,47 @@ class WeightStream:
         return weights
 
     def edge_buffer(self, index: int) -> torch.Tensor:
-        """The same memory as `edge_weights`, without loading: for views that are bound before the copy is queued."""
+        """The memory of `edge_weights`, without loading it: for views that are bound before the copy is queued."""
         unit, slot = self._edges[index]
         return self._store.units[unit.name].hi if slot is None else slot.buffer(unit.layout.numel)
 
     def edges_in_use(self) -> None:
-        """All kernels that read the edges in this step have been launched."""
+        """Call when all kernels that read the edges in this step are launched."""
         for _, slot in self._edges:
             if slot is not None and slot.owner is not None:
                 slot.acquire(0)
                 slot.release()
 
     def drop_all(self) -> None:
-        """The masters have changed: nothing on the device is valid any more."""
+        """Invalidate everything on the device: the masters have changed."""
         for slot in self._all_slots():
             slot.drop()
 
     def abandon(self) -> None:
-        """After an error in the middle of a step: no slot is in use, no visit is due."""
-        self._visits, self._position = [], 0
+        """Reset after an error in the middle of a step: no slot is in use, no fetch is due."""
+        self._order, self._position = [], 0
         self._streamed.clear()
         for slot in self._all_slots():
             slot.abandon()
 
     @property
     def slots(self) -> int:
-        """Slots that layers stream through."""
+        """Number of slots that layers stream through."""
         return len(self._ring.slots)
 
     @property
     def nbytes(self) -> int:
+        """Device memory of all slots."""
         return sum(slot.nbytes for slot in self._all_slots())
 
     def _all_slots(self) -> list[Slot]:
         return [*self._ring.slots, *(slot for _, slot in self._edges if slot is not None)]
 
     def _next_use(self, owner: str) -> float:
-        """Position of the next visit of `owner`, infinity if there is none."""
+        """Position of the next fetch of `owner`, infinity if there is none."""
         layer = int(owner.removeprefix("layer."))
         try:
-            return self._visits.index(layer, self._position)
+            return self._order.index(layer, self._position)
         except ValueError:
             return math.inf
 

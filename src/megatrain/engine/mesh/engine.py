@@ -30,6 +30,8 @@ from megatrain.checkpoint.reader import OpenCheckpoint
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.base import (
     Engine,
+    EvalResult,
+    StepResult,
     build_model,
     check_learning_rate,
     config_of,
@@ -51,7 +53,6 @@ from megatrain.engine.mesh.tensor_parallel import parallelize, splits_experts
 from megatrain.engine.mesh.watchdog import unwatched
 from megatrain.engine.mesh.zero_bubble import WeightGradStore
 from megatrain.engine.objective import CrossEntropy, Objective
-from megatrain.engine.results import EvalResult, StepResult
 from megatrain.errors import Aftermath, UserError
 from megatrain.metrics.record import MeshRecord
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
