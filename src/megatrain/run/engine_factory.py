@@ -87,7 +87,6 @@ def _make_mesh_engine(
         model_folder,
         plan,
         optim=optimizer(run),
-        attn_implementation=run.model.attn_implementation,
         sample_every_steps=run.watchdog.sample_every_steps,
         **_common(run, weights),
     )
@@ -117,15 +116,12 @@ def mesh_plan(run: RunConfig, restarts: int = 0) -> MeshPlan:
         restarts: How often the run has run out of device memory: the plan is reduced that many times, if it can be.
     """
     layout = check_mesh(run)
-    splits = layout.pipeline > 1 and layout.kind.splits_backward
-    policy = run.activations.policy
+    policy, compute = run.activations.policy, run.precision.compute_dtype
     if policy == "selective":
         logger.warning("activations.policy: selective is not supported by the mesh engine: recomputing whole layers")
-    # A schedule that splits the backward is chosen for speed: it recomputes only if asked to by name.
-    recompute = policy not in (("keep", "auto") if splits else ("keep",))
-    compute = run.precision.compute_dtype
     assert compute != "fp16", "refused by check_mesh"
-    plan = MeshPlan(layout, recompute, run.activations.compile, compute)
+    attention = run.model.attn_implementation
+    plan = MeshPlan(layout, layout.recomputes(policy), run.activations.compile, compute, attention)
     for _ in range(restarts):
         plan = plan.reduced(run.rows_per_step) or plan
     return plan

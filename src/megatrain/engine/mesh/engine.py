@@ -81,7 +81,6 @@ class MeshEngine(Engine):
         seed: Seed of initialisation and dropout.
         init: `random` initialises from the config alone, by Hugging Face's own rules; `empty` leaves the weights to `load`.
         trust_remote_code: Whether code in the model folder may run.
-        attn_implementation: Hugging Face's name of an attention implementation; context parallel brings its own.
         sample_every_steps: On GPUs, profile every N-th step for communication overlap and stragglers; None: never.
         debug: Makes a context manager inside which everything is computed, recomputation included. For tests.
 
@@ -105,7 +104,6 @@ class MeshEngine(Engine):
         seed: int = 0,
         init: Literal["random", "empty"] | None = None,
         trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
         sample_every_steps: int | None = None,
         debug: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
@@ -125,11 +123,11 @@ class MeshEngine(Engine):
             dtype = "bf16" if self.device.type == "cuda" else "fp32"
         self.plan = dataclasses.replace(plan, layout=self.layout, compute_dtype=dtype)
         self._master_dtype, self._compute_dtype = MASTERS[dtype], COMPUTE[dtype]
-        meta = self._build(model, config, trust_remote_code, attn_implementation)
+        meta = self._build(model, config, trust_remote_code)
         self._fp32_names: set[str] = set()
         if dtype == "bf16":
             # Known only of a model that is built in bf16.
-            built = build_model(model, config, torch.bfloat16, trust_remote_code, attn_implementation)
+            built = build_model(model, config, torch.bfloat16, trust_remote_code, plan.attn_implementation)
             self._fp32_names = fp32_parameter_names(built, torch.bfloat16)
         self.structure = dissect(meta)
         self._check_model(meta)
@@ -282,13 +280,8 @@ class MeshEngine(Engine):
         self._refuse_closed()
         if self._master_dtype == torch.float64:
             raise UserError("fp64 is for tests: checkpoints hold fp32", "MeshEngine.save", "use compute_dtype fp32")
-        state = {
-            "step": self.step,
-            "updates": self.updates,
-            "seed": self.seed,
-            "loss_scale": None,
-            "extra": extra or {},
-        }
+        state: dict[str, Any] = {"step": self.step, "updates": self.updates, "seed": self.seed, "loss_scale": None}
+        state["extra"] = extra or {}
         with self.watch("save"):
             options = SaveOptions(background, weights_only, on_error, buffer_bytes, then)
             return self._checkpoints.save(Path(folder), state, options)
@@ -393,9 +386,9 @@ class MeshEngine(Engine):
         self._closed = True
         self.stages.clear()
 
-    def _build(self, model: Any, config: Any, trust_remote_code: bool, attention: str | None) -> Any:
+    def _build(self, model: Any, config: Any, trust_remote_code: bool) -> Any:
         """The whole model on meta, in the masters' dtype even where the family's code asks for fp32."""
-        meta = build_model(model, config, self._master_dtype, trust_remote_code, attention)
+        meta = build_model(model, config, self._master_dtype, trust_remote_code, self.plan.attn_implementation)
         for parameter in meta.parameters():
             parameter.data = parameter.data.to(self._master_dtype)
         if self.layout.context > 1 and not getattr(meta, "_supports_attention_backend", False):

@@ -132,6 +132,13 @@ class Layout:
         """Whether the schedule computes gradients of inputs and of weights separately."""
         return self.pipeline > 1 and self.kind.splits_backward
 
+    def recomputes(self, policy: str) -> bool:
+        """Whether layers are recomputed under an `activations.policy`.
+
+        A schedule that splits the backward is chosen for speed: it recomputes only if asked to by name.
+        """
+        return policy not in (("keep", "auto") if self.splits_backward else ("keep",))
+
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(pipeline, replicate, shard, context, tensor)."""
@@ -330,6 +337,7 @@ class MeshPlan:
         compile: Compile the layers: `auto` on a GPU, `on` everywhere, `off` never. Context ranks, mixtures under tensor
             parallel, and schedules that split the backward run eager.
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; fp64 (tests only). auto: bf16 on a GPU, else fp32.
+        attn_implementation: Hugging Face's name of an attention implementation; context parallel brings its own.
         reduced_by: The config line that makes the latest reduction permanent; empty for a plan as configured.
     """
 
@@ -337,6 +345,7 @@ class MeshPlan:
     recompute: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
     compute_dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    attn_implementation: str | None = None
     reduced_by: str = field(default="", compare=False)
 
     def reduced(self, rows: int) -> MeshPlan | None:

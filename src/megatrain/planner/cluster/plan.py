@@ -143,8 +143,7 @@ def _own_candidate(run: RunConfig, world: int) -> Candidate | None:
     if run.parallel == ParallelConfig():
         return None
     layout = Layout(**run.parallel.sizes_for(world))
-    keeping = ("keep", "auto") if layout.splits_backward else ("keep",)
-    return Candidate(layout, recompute=run.activations.policy not in keeping)
+    return Candidate(layout, layout.recomputes(run.activations.policy))
 
 
 def plan_cluster(
