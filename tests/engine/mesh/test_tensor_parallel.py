@@ -76,7 +76,7 @@ def moved_by_a_layer(family: str, heads: tuple[int, int] | None, recompute: bool
     ],
 )
 def test_a_layer_moves_its_tokens_and_nothing_else(family, heads, recompute, gathers, scatters):
-    """Two gathers and two scatters in either direction, and no DTensors. See [Note: what moves in a layer]."""
+    """Two gathers and two scatters in either direction, and no DTensors. See [Note: communication of a layer]."""
     for collectives, on_dtensors in ranks.run(2, moved_by_a_layer, family, heads, recompute):
         assert collectives == {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": scatters}
         assert not on_dtensors

@@ -12,7 +12,7 @@ Tensor parallel splits a parameter along one dimension; FSDP splits the result a
 does. So a rank holds a box of the whole parameter: offsets and sizes. Loading, gathering and saving work with boxes and need
 nothing of DTensor's (strided) placements.
 
-[Note: what stays in fp32]
+[Note: modules in fp32]
 Some families compute their routers in fp32 whatever the rest computes in. An FSDP unit has one compute dtype, so exactly the
 modules that hold such parameters are FSDP units by themselves. Some of them are never called (their parent reads the weights), so
 the layer gathers these units, and they stay gathered until the end of its backward.
@@ -157,7 +157,7 @@ def _chunk(length: int, index: int, count: int) -> tuple[int, int]:
 def modules_in_fp32(layer: nn.Module, fp32_names: Collection[str], prefix: str) -> list[nn.Module]:
     """The outermost modules inside a layer, named `prefix`, whose parameters all stay in fp32.
 
-    See [Note: what stays in fp32]. Raises a UserError if a module holds such a parameter beside others.
+    See [Note: modules in fp32]. Raises a UserError if a module holds such a parameter beside others.
     """
     left = {name for name, _ in layer.named_parameters(prefix=prefix) if name in fp32_names}
     found: list[nn.Module] = []

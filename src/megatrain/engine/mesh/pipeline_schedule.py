@@ -9,7 +9,7 @@ that is not busy: 1 - sum(busy) / (ranks x span). The measured bubble also conta
 simulated bubble plays the schedule's table with given durations; with measured means and free messages, the difference between
 the two is communication and jitter.
 
-[Note: what the simulation assumes]
+[Note: assumptions of the simulation]
 A rank runs its actions one at a time, in the table's order. An action starts when the rank is free and its inputs are there: a
 forward needs the previous stage's forward; a backward needs its own forward and the next stage's backward; each arrives
 `transfer_s` later if another rank holds that stage. Two actions that a schedule overlaps run one after the other, because they
@@ -143,7 +143,7 @@ def simulate(
     transfer_s: float = 0.0,
     not_before: Callable[[int], float] = lambda stage: 0.0,
 ) -> Simulation:
-    """Play a table of a pipeline with `stages` stages; see [Note: what the simulation assumes].
+    """Play a table of a pipeline with `stages` stages; see [Note: assumptions of the simulation].
 
     Args:
         seconds: Duration of an action.

@@ -7,7 +7,7 @@ at the entry and exit of blocks (tensor_collectives.py). `Stage.split` records w
 every operation is dispatched in Python, a small layer took three times the CPU time, and FSDP summed up shares of gradients with
 every microbatch.)
 
-[Note: what moves in a layer]
+[Note: communication of a layer]
 The residual stream is split by tokens. A block (attention, MLP) gathers the tokens once at its entry, for all its projections,
 computes its share of heads or columns, and its row-wise output scatters the sum back to tokens: one all-gather and one
 reduce-scatter forward, the reverse backward. So a layer has two of each in either direction, and nothing else moves.

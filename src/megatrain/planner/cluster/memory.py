@@ -1,6 +1,6 @@
 """GPU memory of a rank by purpose: the planner's estimate with activations, and the lower bound that `check` refuses by.
 
-[Note: what a rank holds]
+[Note: state of a rank]
 Masters, the optimizer's states and reduced gradients in fp32, sharded over the fsdp ranks: 16 bytes an element with AdamW. With
 a pipeline, parameters stay gathered in the compute dtype from the first forward to the last backward, and gradients of all
 microbatches are summed unreduced in fp32. These sums give way to the reduced gradients unit by unit, so at the worst moment,
@@ -66,7 +66,7 @@ class Elements:
 
 
 def state_lines(pipeline: bool, held: Elements, compute_bytes: int, optim: OptimizerSpec) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer states by purpose; see [Note: what a rank holds].
+    """Bytes of parameters, gradients and optimizer states by purpose; see [Note: state of a rank].
 
     `compute_bytes`: of an element in forward and backward. `pipeline`: whether there are pipeline ranks.
     """
@@ -135,7 +135,7 @@ def state_bytes(request: Request, candidate: Candidate) -> float:
 
 
 def heaviest_rank(request: Request, candidate: Candidate) -> RankMemory:
-    """Memory of the pipeline rank that needs the most. See [Note: what a rank holds] and [Note: activations]."""
+    """Memory of the pipeline rank that needs the most. See [Note: state of a rank] and [Note: activations]."""
     layout = candidate.layout
     # With this many microbatches, as many are in flight as ever are.
     count = min(layout.microbatch_count, max(2 * layout.pipeline, layout.min_microbatches))

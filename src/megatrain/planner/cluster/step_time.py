@@ -1,6 +1,6 @@
 """Seconds of a stage's passes over one microbatch by cause, and of a whole step from the schedule's table.
 
-[Note: what is hidden]
+[Note: overlap with compute]
 As the engine runs: collectives of tensor and context parallel are not overlapped (`Overheads.tensor_overlap` describes engines
 that hide them). FSDP gathers the next layer's parameters under the current layer, so each layer shows only the part that takes
 longer than the layer, and the first layer shows all of it. With a pipeline, parameters are gathered once a step, under the first
@@ -107,7 +107,7 @@ class StepTime:
 
 
 def play(table: Table, stages: Sequence[StageTime], transfer_s: float = 0.0) -> StepTime:
-    """Play a schedule's table; see [Note: what the simulation assumes] in engine/mesh/pipeline_schedule.py.
+    """Play a schedule's table; see [Note: assumptions of the simulation] in engine/mesh/pipeline_schedule.py.
 
     A stage's gradients are reduced after its last backward, beside the actions that follow. `transfer_s`: seconds to send one
     microbatch's hidden states from one rank to another.
@@ -174,7 +174,7 @@ class _Groups:
 
 
 def _stage_time(request: Request, candidate: Candidate, part: Part) -> StageTime:
-    """See [Note: what is hidden]."""
+    """See [Note: overlap with compute]."""
     layout, shape, inventory = candidate.layout, request.inventory.shape, request.inventory
     groups = _Groups(*(group_of(layout, request.cluster, d) for d in ("tensor", "context", "fsdp", "replicate")))
     forward, backward, weight, first, gathers, reduce = Pass(), Pass(), 0.0, 0.0, 0.0, 0.0
