@@ -144,6 +144,8 @@ MIXTURE = Style({}, prepare=_mixture_block, owns=False)
 EXPERTS = Style({}, every=0, prepare=own_experts)
 EMBEDDING = Style({"weight": 0}, prepare=_own_rows)
 HEAD = Style({"weight": 0, "bias": 0}, prepare=gather_at_entry)
+PLANNED = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": WHOLE}
+"""Styles of linear modules and norms by their names in Hugging Face's plans."""
 MIXTURE_STYLE = "moe_tp_experts"
 """The experts' style in Hugging Face's plans."""
 
@@ -228,22 +230,18 @@ def _layer_styles(
     blocks = {name.rpartition(".")[0] for name, style in found.items() if style == "colwise"}
     styles: dict[str, Style] = dict.fromkeys(blocks, BLOCK)
     for name, style in found.items():
-        module = layer.get_submodule(name)
-        if whole and style is not None and name.rpartition(".")[0].endswith("attn"):
+        if style is None:
+            if _is_norm(layer.get_submodule(name)) and not any(name.startswith(block + ".") for block in blocks):
+                styles[name] = WHOLE
+        elif whole and name.rpartition(".")[0].endswith("attn"):
             styles[name] = WHOLE_EXIT if style == "rowwise" else WHOLE
-        elif style == "colwise":
-            styles[name] = COLUMNS
-        elif style == "rowwise":
-            styles[name] = ROWS
-        elif style == "replicated_with_grad_allreduce":
-            styles[name] = WHOLE
+        elif style in PLANNED:
+            styles[name] = PLANNED[style]
         elif style == MIXTURE_STYLE:
             styles |= _mixture_styles(layer, name)
-        elif style is not None:
+        else:
             what = f"style {style!r} of {prefix}.{name} is not supported"
             raise UserError(what, f"model type {model_type}", "set parallel.tensor to 1")
-        elif _is_norm(module) and not any(name.startswith(block + ".") for block in blocks):
-            styles[name] = WHOLE
     return styles
 
 

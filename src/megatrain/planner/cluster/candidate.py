@@ -88,11 +88,6 @@ class Inventory:
             kv_width=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
         )
 
-    @property
-    def units(self) -> dict[str, int]:
-        """Parameters of each unit, by name."""
-        return {unit.name: unit.layout.param_count for unit in self.structure.units}
-
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """The layers of each stage, as the engine splits them."""
         key = ("parts", layout.stages, layout.stage_layers)

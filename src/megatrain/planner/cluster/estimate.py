@@ -156,6 +156,7 @@ def evaluate(request: Request, candidate: Candidate, memory: RankMemory | None =
     update_s = request.optim.update_bytes(4) * own / (cluster.device_bandwidth_gbps * 1e9)
     seconds["optimizer"] = update_s + STEP_S
     step_s = sum(seconds.values())
+    units = {unit.name: unit.layout.param_count for unit in inventory.structure.units}
     tokens = request.step.all_tokens
     flops = 3.0 * inventory.shape.forward_flops(request.step.tokens) * tokens
     return Estimate(
@@ -167,7 +168,7 @@ def evaluate(request: Request, candidate: Candidate, memory: RankMemory | None =
         tokens_per_s=tokens / step_s,
         mfu=flops / (step_s * request.world * cluster.peak_tflops * 1e12),
         goodput=goodput(
-            cluster, request.world, inventory.units, own, step_s, request.background, request.optim.bytes_per_parameter
+            cluster, request.world, units, own, step_s, request.background, request.optim.bytes_per_parameter
         ),
     )
 

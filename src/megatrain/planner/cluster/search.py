@@ -8,6 +8,7 @@ formula picks `PLAYED` of each kind, whose tables are played.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -88,12 +89,9 @@ def search(request: Request, config: Any, count: int = 10) -> SearchResult:
             continue
         if len(kinds.setdefault(kind, [])) < PLAYED:
             kinds[kind].append(evaluate(request, candidate, memory))
-    best = sorted((max(estimates, key=_merit) for estimates in kinds.values()), key=_merit, reverse=True)
+    merit = operator.attrgetter("useful_tokens_per_s")
+    best = sorted((max(estimates, key=merit) for estimates in kinds.values()), key=merit, reverse=True)
     return SearchResult(tuple(best[:count]), tried, len(fitting), refused, nearest[1] if nearest else None)
-
-
-def _merit(estimate: Estimate) -> float:
-    return estimate.useful_tokens_per_s
 
 
 def candidates(request: Request, config: Any, refused: Counter[str]) -> Iterator[Candidate]:
