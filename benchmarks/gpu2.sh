@@ -33,7 +33,7 @@ layouts() { # rows...: run in shared processes; after a crash, the remaining row
 [ "$device" = cuda ] && nvidia-smi topo -m | head -4
 layouts fsdp2-compiled tp2 pp2-1f1b
 
-# The host engine's losses on one GPU, and beside it the tiny run with the killed rank: neither measures speed.
+# The host engine's losses on one GPU, and at the same time the tiny run with the killed rank: neither measures speed.
 echo "=== host and kill ($(date +%T), $(left) s left)"
 timeout -k 5 "$(($(left) < 170 ? $(left) : 170))" $python benchmarks/mesh_kill.py --out "$out/kill" --device "$device" \
   ${KILL_WORDS:-} >"$out/kill.json" 2>"$out/kill.err" &

@@ -62,7 +62,7 @@ def test_a_stalled_run_and_a_finished_one(run: Path) -> None:
     assert ", done" in shown(run, now_s=1.7e9 + 300)
 
 
-def test_new_lines_are_read_once_and_half_lines_later(tmp_path: Path) -> None:
+def test_new_lines_are_read_once_and_partial_lines_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)
     assert tail.read() == []
@@ -79,7 +79,7 @@ def test_new_lines_are_read_once_and_half_lines_later(tmp_path: Path) -> None:
     assert [one.step for one in tail.read()] == [1, 2, 2]
 
 
-def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
+def test_the_file_of_a_resumed_run_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)
     with MetricsWriter(path) as metrics:

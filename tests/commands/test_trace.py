@@ -61,7 +61,7 @@ def test_a_shape_becomes_a_trace(tmp_path: Path) -> None:
     words = "--shape tiny --rows 2 --tokens 16 --steps 1 --warmup 1 --device cpu --option threads=1 --option accumulation_steps=2"
     assert main(["trace", *words.split(), "--out", str(out)]) == 0
     rows = rows_of(json.loads(out.read_text()))
-    assert sum(event["name"] == "head" for event in rows["compute"]) == 2, "one in each window"
+    assert sum(event["name"] == "head" for event in rows["compute"]) == 2, "one in each accumulation step"
     assert {event["cat"] for event in rows["AdamW"]} >= {"adamw", "add"}
 
 
@@ -73,22 +73,22 @@ def test_a_shape_becomes_a_trace(tmp_path: Path) -> None:
         (["trace", "run.yaml", "--device", "cpu"], "--device: is an option of --shape"),
         (["trace", "run.yaml", "--rows", "8"], "--rows: is an option of --shape"),
         (["trace", "run.yaml", "--option", "accumulation_steps=2"], "--option: is an option of --shape"),
-        (["trace", "--shape", "tinny"], "no such shape"),
+        (["trace", "--shape", "tinny"], "unknown shape"),
         (["trace", "--shape", "tiny", "--optim.learning_rate", "1"], "takes no config"),
     ],
 )
-def test_words_that_do_not_fit_are_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_user_errors(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_file_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape tiny --rows 1 --tokens 8 --steps 1 --warmup 1 --device cpu --option threads=1"
     assert main(["trace", *words.split(), "--out", str(tmp_path / "no" / "trace.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_spans_that_overlap_get_lines_of_their_own_and_inner_ones_are_cut() -> None:
+def test_overlapping_spans_get_separate_lines_and_inner_ones_are_clipped() -> None:
     spans = [
         Span("step", "step 1", 10.0, 20.0),
         Span("compute", "forward layer 0", 11.0, 12.0),

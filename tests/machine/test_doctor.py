@@ -54,7 +54,7 @@ def test_a_healthy_machine_has_no_findings() -> None:
         ({"disk_write_gbps": 0.1}, {}, ["takes 16 minutes", "run.dir"]),
     ],
 )
-def test_what_is_wrong_is_said_with_its_cause(machine: dict, around: dict, words: list[str]) -> None:
+def test_a_finding_names_its_cause_and_remedy(machine: dict, around: dict, words: list[str]) -> None:
     text = "\n".join(findings(replace(HEALTHY, **machine), replace(AROUND, **around)))
     for word in words:
         assert word in text
@@ -73,7 +73,7 @@ def test_the_table_shows_every_figure() -> None:
         assert part in text
 
 
-def test_the_command_measures_this_machine_and_keeps_the_figures(
+def test_the_command_measures_this_machine_and_caches_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import megatrain.machine.probe as probe_module

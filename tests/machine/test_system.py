@@ -27,7 +27,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({}, None),
     ],
 )
-def test_quota_of_a_container(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+def test_the_quota_of_a_container(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
     assert system.cpu_quota(write(tmp_path, files)) == cores
 
 
@@ -66,12 +66,12 @@ def test_a_link_is_as_fast_as_its_slower_end(tmp_path: Path) -> None:
     assert link.usable_gbps == pytest.approx(12.8)
 
 
-def test_the_node_of_a_device(tmp_path: Path) -> None:
+def test_the_numa_node_of_a_device(tmp_path: Path) -> None:
     assert system.device_node("0000:17:00.0", root=pci(tmp_path, "16")) == 1
     assert system.device_node("0000:99:00.0", root=tmp_path) is None
 
 
-def test_a_device_without_a_node(tmp_path: Path) -> None:
+def test_a_device_without_a_numa_node(tmp_path: Path) -> None:
     assert system.device_node("0000:17:00.0", root=pci(tmp_path, "16", node="-1")) is None
 
 

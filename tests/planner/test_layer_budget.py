@@ -1,4 +1,4 @@
-"""benchmarks/layer_budget.py measures what it says: each activation memory budget has a compiled graph of its own."""
+"""benchmarks/layer_budget.py measures each activation memory budget on its own compiled graph."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ BYTES_PER_UPDATE = AdamW().update_bytes(2)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Facts from the system, beside the measured figures."""
+    """Facts from the system, in addition to the measured figures."""
 
     all_cores: int  # cores of the machine
     allowed_cpus: frozenset[int]  # cores in the process's affinity

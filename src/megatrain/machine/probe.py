@@ -249,7 +249,7 @@ def _link_facts(gpu: torch.device, nbytes: int, adamw_rate: Callable[[], float])
             f"{name}_gbps": round(gb / seconds_of(functools.partial(waited, copy)), 2)
             for name, copy in (("h2d", copy_in), ("d2h", copy_out), ("both", both))
         }
-        for _ in range(64):  # takes longer than the updates, so that they run beside the copies
+        for _ in range(64):  # takes longer than the updates, so that they run during the copies
             copy_in()
         facts["adamw_streaming_gparams"] = adamw_rate()
         torch.cuda.synchronize(gpu)

@@ -15,7 +15,7 @@ An eager layer saves 1.7 times as much (7.5 / 4.4). Two policies hold what their
 output of fused attention and its log-sum-exp, `keep_mlp` the results of the products in the layer's token-wise modules.
 
 [Note: one layer of a long row]
-With the MLP in chunks of tokens, only one chunk of it exists at a time, and the worst moment is attention's own backward. Beside
+With the MLP in chunks of tokens, only one chunk of it exists at a time, and the worst moment is attention's own backward. Besides
 the gradients of the layer's input and output there are four tensors as large as hidden states: the gradients behind attention and
 of its output, and two that are held because the compiler computes the gradients of both norms' weights together, at the end. Then
 the output of attention; queries, keys and values, and their gradients; and the kernel's own sums: the queries' gradients in fp32
@@ -29,8 +29,8 @@ bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16
 [Note: the device's worst moment]
 When the head runs, everything that the forward has kept is there. Then layers free theirs, last one first, while gradients of
 resident units accumulate until the update. So the peak is the maximum over the head, the backward of the final norm, the
-backward of each layer, and the end. The head's gradient is summed in fp32 over its token chunks (4 bytes per element). Beside the
-sum there are, of the current chunk, two copies of the logits, or one and the gradient being computed. Eager cross entropy holds
+backward of each layer, and the end. The head's gradient is summed in fp32 over its token chunks (4 bytes per element). In addition
+to the sum there are, of the current chunk, two copies of the logits, or one and the gradient being computed. Eager cross entropy holds
 its logits in fp32 three times.
 """
 
@@ -62,7 +62,7 @@ KEPT_SHARE: dict[Policy, float] = {
     "keep": 1.0, "selective": SELECTIVE_FACTOR * SELECTIVE_BUDGET,
     "keep_attention": 0.0, "keep_mlp": 0.0, "recompute": 0.0,
 }  # fmt: skip
-"""Share of the activations beside the layer's output that is kept. See [Note: held and working memory of a layer]."""
+"""Share of the activations, apart from the layer's output, that is kept. See [Note: held and working memory of a layer]."""
 
 
 def _saved_by_layer(shape: ModelShape, tokens: int, options: Options) -> np.ndarray:
@@ -158,7 +158,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
 def _moments(
     shape: ModelShape, step: StepSize, options: Options, choice: Choice
 ) -> Iterator[tuple[dict[str, float], str]]:
-    """Candidates for the worst moment: (lines beside the fixed ones, name). Of the layers, only the worst."""
+    """Candidates for the worst moment: (lines in addition to the fixed ones, name). Of the layers, only the worst."""
     cut = Cut.of(step, choice)
     hidden = cut.tokens * shape.hidden * options.compute_bytes
     inputs, held = _held_by_layer(shape, step, options, choice)
@@ -178,7 +178,7 @@ def _moments(
     head_sum = 0
     if cut.head_chunks > 1:
         head_sum = 4 * matrix
-        # the sum is created by the second chunk, beside the gradients of both
+        # the second chunk creates the sum, while the gradients of both exist
         head_work = max(head_work, part) if cut.head_chunks > 2 else max(head_work + part - head_sum, 2 * part)
     head_gradient = head_sum or part
     kept = {"layer inputs": float(inputs.sum()) + hidden, "kept activations": float(held.sum())}
@@ -222,7 +222,7 @@ def _held_by_layer(
     layers = np.arange(shape.depth)
     inputs = np.where((layers >= choice.offloaded) & (layers % options.segment == 0), float(hidden), 0.0)
     held = held_bytes(shape, step.tokens, options, choice.policies)
-    # with several microbatches the joined output is a copy, beside the parts that belong to the graphs
+    # with several microbatches the joined output is a copy of parts that the graphs hold as well
     copies = hidden * (held > 0) if cut.microbatches > 1 else 0.0
     return inputs, held * cut.tokens + copies
 

@@ -3,7 +3,7 @@
 The counts come from running Hugging Face's own layer code on meta tensors, so no weights are read.
 
 [Note: what a layer saves]
-A compiled layer that keeps everything saves, beside its weights, the inputs and outputs of its matrix products and of its
+In addition to its weights, a compiled layer that keeps everything saves the inputs and outputs of its matrix products and of its
 attention, each tensor once. The pointwise work between them (norms, rotary embedding, activation functions, residual sums) is
 fused and recomputed from those. Checked on an H200 at Qwen3-8B's shape: 137.6 kB per token measured, 137.5 kB counted.
 

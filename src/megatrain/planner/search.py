@@ -266,7 +266,7 @@ class Search:
 
 
 def _policies(base: Choice, *, keep_attention: int = 0, selective: int = 0, keep: int = 0) -> Choice:
-    """The base with layers in this order: recompute, then so many of `keep_attention`, `selective` and `keep`."""
+    """The base with layers in this order: recompute, then the given numbers of `keep_attention`, `selective` and `keep`."""
     rest = len(base.policies) - keep_attention - selective - keep
     order: tuple[tuple[Policy, int], ...] = (
         ("recompute", rest), ("keep_attention", keep_attention), ("selective", selective), ("keep", keep)

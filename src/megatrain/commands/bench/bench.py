@@ -6,7 +6,7 @@ MFU           model FLOPs / (seconds x matrix peak measured on this machine)
 recompute     FLOPs of forwards that are computed again
 PCIe          bytes of weights and gradients moved / seconds; share: of the measured rate of both directions together
 overlap       1 - (step - policy bound) / (seconds that copies and CPU AdamW would take alone), between 0 and 1
-forward, head, backward   device time, stalls included
+phases        forward, head, backward: device time, stalls included
 other stall   step - policy bound - waits for AdamW and slabs: waits for copies, launches, the GPU's own AdamW
 """
 

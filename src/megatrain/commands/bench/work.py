@@ -87,7 +87,7 @@ def folder_of(shape: str, scratch: Path) -> Path:
         (scratch / "config.json").write_text(json.dumps(config))
         return scratch
     if not Path(shape).exists():
-        raise UserError(f"no such shape or folder: {shape!r}", "bench", f"names are {', '.join([*QWEN3, *CONFIGS])}")
+        raise UserError(f"unknown shape or folder: {shape!r}", "bench", f"names are {', '.join([*QWEN3, *CONFIGS])}")
     return find_model_folder(shape)
 
 
