@@ -29,9 +29,9 @@ bf16. Measured / by formula on an H200, three layers of Qwen2.5-7B, chunks of 16
 [Note: the device's worst moment]
 When the head runs, everything that the forward has kept is there. Then layers free theirs, last one first, while gradients of
 resident units accumulate until the update. So the peak is the maximum over the head, the backward of the final norm, the
-backward of each layer, and the end. The head's gradient is summed in fp32 over its token chunks (4 bytes per element). In addition
-to the sum there are, of the current chunk, two copies of the logits, or one and the gradient being computed. Eager cross entropy holds
-its logits in fp32 three times.
+backward of each layer, and the end. The head's gradient is summed in fp32 over its token chunks (4 bytes per element). In
+addition to the sum there are, of the current chunk, two copies of the logits, or one and the gradient being computed. Eager cross
+entropy holds its logits in fp32 three times.
 """
 
 from __future__ import annotations
