@@ -11,7 +11,7 @@ import torch
 from engines import host_engine
 from families import CORE, FAMILIES, Family, batch, build
 from megatrain.engine.host.engine import HostEngine
-from megatrain.models.families import TESTED
+from megatrain.engine.parity_check import TESTED
 from megatrain.optim.adamw import AdamW
 from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
 

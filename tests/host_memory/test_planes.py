@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatrain.host_memory.planes import join, split_
+from megatrain.host_memory.store import join, split_
 
 EDGES = [
     0x00000000,  # +0
@@ -70,7 +70,7 @@ def test_every_low_half_is_restored_across_the_exponent_range() -> None:
 
 
 def test_shapes_longer_than_a_block_and_given_outputs(monkeypatch) -> None:
-    monkeypatch.setattr("megatrain.host_memory.planes._BLOCK_NUMEL", 100)
+    monkeypatch.setattr("megatrain.host_memory.store._BLOCK_NUMEL", 100)
     master_AB = torch.randn(37, 11)
     hi_AB, lo_AB = split(master_AB)
     out_AB = torch.full((37, 11), float("nan"))

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from megatrain.commands.main import main
 from megatrain.machine.doctor import Surroundings, doctor, findings, table
 from megatrain.machine.machine import load_machine
-from megatrain.machine.system import Link
+from megatrain.machine.probe import Link
 
 HEALTHY = load_machine(Path(__file__).parents[2] / "docs/machines/h200.yaml")
 AROUND = Surroundings(

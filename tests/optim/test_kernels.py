@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.host_memory.layout import FlatLayout
-from megatrain.host_memory.planes import join, split_
-from megatrain.host_memory.store import UnitPlanes
+from megatrain.host_memory.store import UnitPlanes, join, split_
 from megatrain.optim import kernels
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import Segment, StepCoefficients

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatrain.errors import EngineClosed
 from megatrain.host_memory.layout import FlatLayout
-from megatrain.host_memory.planes import split_
-from megatrain.host_memory.store import UnitPlanes
+from megatrain.host_memory.store import UnitPlanes, split_
 from megatrain.optim import kernels
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import Segment

@@ -30,16 +30,10 @@ CHUNK_BYTES = 4 << 30
 
 
 class PinRefused(MegatrainError):
-    """The system refused to pin an arena. Nothing of it is pinned.
-
-    Attributes:
-        pinned_bytes: Bytes pinned before the refusal, a hint at the limit.
-        asked_bytes: Size of the arena.
-        code: CUDA error code.
-    """
+    """The system refused to pin an arena after `pinned_bytes`, a hint at the limit. Nothing of the arena is pinned."""
 
     def __init__(self, pinned_bytes: int, asked_bytes: int, code: int, reason: str):
-        self.pinned_bytes, self.asked_bytes, self.code = pinned_bytes, asked_bytes, code
+        self.pinned_bytes = pinned_bytes
         super().__init__(
             f"the system pinned {gib(pinned_bytes)} of host memory and then refused to pin more "
             f"({gib(asked_bytes)} are needed): CUDA error {code}, {reason}"
@@ -85,8 +79,9 @@ class CudaPinner:
 
     @staticmethod
     def _checked(code: int) -> int:
-        if code != 0:
-            _forget_last_cuda_error()
+        if code != 0:  # clear the runtime's last error: torch would report it as the failure of its next kernel launch
+            major = (torch.version.cuda or "").split(".")[0]
+            ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
         return code
 
 
@@ -231,9 +226,3 @@ def _advise(memory: mmap.mmap, name: str) -> None:
         memory.madvise(option)
     except OSError as error:  # a kernel built without transparent huge pages
         logger.debug("madvise(%s) is not available: %s", name, error)
-
-
-def _forget_last_cuda_error() -> None:
-    """Clear the CUDA runtime's last error: torch would report the refused pin as the failure of its next kernel launch."""
-    major = (torch.version.cuda or "").split(".")[0]
-    ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()

@@ -10,7 +10,6 @@ host's tree, which are not mounted: the root of the mount is then the process's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,22 +18,9 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-@dataclass(frozen=True)
-class _Tree:
-    """Mount point of a tree of control groups, and its file names for limit and usage (bytes)."""
-
-    root: Path
-    limit: str
-    usage: str
-
-
 def available_host_bytes(*, cgroup_root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Minimum of the system's available memory and the headroom of every control group above this process.
-
-    Args:
-        cgroup_root, membership: The kernel's files about control groups; replaced in tests.
-    """
-    return min([int(psutil.virtual_memory().available), *_left_in_groups(cgroup_root, _read(membership))])
+    """Minimum of the system's available memory and the headroom of every control group above this process."""
+    return min([int(psutil.virtual_memory().available), *_left_in_groups(cgroup_root, read_kernel_file(membership))])
 
 
 def _left_in_groups(root: Path, membership: str) -> Iterator[int]:
@@ -42,32 +28,25 @@ def _left_in_groups(root: Path, membership: str) -> Iterator[int]:
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            tree = _Tree(root, "memory.max", "memory.current")
+            top, files = root, ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            tree = _Tree(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            top, files = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        group = tree.root.joinpath(*(part for part in path.split("/") if part not in ("", "..")))
+        group = top.joinpath(*(part for part in path.split("/") if part not in ("", "..")))
         for folder in (group, *group.parents):
-            left = _left_in_group(folder, tree)
-            if left is not None:
-                yield left
-            if folder == tree.root:
+            limit, usage = (read_kernel_file(folder / file).strip() for file in files)
+            if limit.isdigit() and usage.isdigit():  # else `max`, or the group does not exist here
+                statistics = dict(line.split() for line in read_kernel_file(folder / "memory.stat").splitlines())
+                # Page cache that the kernel would reclaim counts as free. Usage includes the groups below. So does
+                # `inactive_file` in version 2; version 1 has a separate total.
+                cache = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
+                yield max(0, int(limit) - int(usage) + int(cache))
+            if folder == top:
                 break
 
 
-def _left_in_group(folder: Path, tree: _Tree) -> int | None:
-    """Headroom of one group in bytes, None without a limit. Page cache that the kernel would reclaim counts as free."""
-    limit, usage = _read(folder / tree.limit).strip(), _read(folder / tree.usage).strip()
-    if not limit.isdigit() or not usage.isdigit():
-        return None  # `max`, or the group does not exist here
-    statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-    # Usage includes the groups below. So does `inactive_file` in version 2; version 1 has a separate total.
-    cache = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
-    return max(0, int(limit) - int(usage) + int(cache))
-
-
-def _read(path: Path) -> str:
+def read_kernel_file(path: Path) -> str:
     """A kernel file's text; empty if it does not exist."""
     try:
         return path.read_text()

@@ -4,6 +4,14 @@
 Only memory that DMA reads or writes is pinned: the hi planes (source of weight copies) and the gradient planes (destination of
 gradient copies). lo and the optimizer's states are touched by host threads alone and stay pageable. Each plane kind is one arena
 for all units. Units start at pages, so that registration chunks end between units and no copy crosses two of them.
+
+[Note: exact split]
+`bits(master) == (hi << 16) + lo` in wrapping int32 arithmetic, where `hi` is bf16 (its bits read as int16) and `lo` is int16.
+`hi = (bits + 0x8000) >> 16` is the master rounded to the nearest bf16, so it is the compute weight as it is. Ties round away from
+zero, unlike torch's cast (ties to even): rounded down, a tie would need lo = +32768, which int16 does not have.
+Integer arithmetic wraps, so the pair restores every bit pattern: subnormals, infinities, NaN payloads. `hi` alone turns a finite
+master above the largest bf16 into infinity, and may turn a NaN into infinity or zero; the finite guard keeps masters from both.
+`optim/kernels.py` fuses the split with the update.
 """
 
 from __future__ import annotations
@@ -14,9 +22,38 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.host_memory import planes as plane_math
 from megatrain.host_memory.arena import Arena, page_ceil
 from megatrain.host_memory.layout import FlatLayout
+
+# Bounds the int32 temporaries to a few times 16 MiB.
+_BLOCK_NUMEL = 1 << 22
+
+
+def split_(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
+    """Write `master` (fp32) to the planes `hi` (bf16) and `lo` (int16); all contiguous, of equal size. [Note: exact split]"""
+    for bits, hi_bits, lo_bits in _blocks(master, hi, lo):
+        rounded = (bits + 0x8000) >> 16
+        hi_bits.copy_(rounded)
+        lo_bits.copy_(bits - (rounded << 16))
+
+
+def join(hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The fp32 master of two planes, in `out` or a new tensor of `hi`'s shape: the inverse of `split_`."""
+    if out is None:
+        out = torch.empty(hi.shape, dtype=torch.float32, device=hi.device)
+    for bits, hi_bits, lo_bits in _blocks(out, hi, lo):
+        bits.copy_((hi_bits.to(torch.int32) << 16) + lo_bits)
+    return out
+
+
+def _blocks(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Blocks of the bits of master (int32), hi and lo (int16)."""
+    found, needed = (master.dtype, hi.dtype, lo.dtype), (torch.float32, torch.bfloat16, torch.int16)
+    assert found == needed, found
+    assert master.numel() == hi.numel() == lo.numel(), (master.numel(), hi.numel(), lo.numel())
+    bits_N = master.view(-1).view(torch.int32), hi.view(-1).view(torch.int16), lo.view(-1)
+    for start in range(0, hi.numel(), _BLOCK_NUMEL):
+        yield tuple(bits[start : start + _BLOCK_NUMEL] for bits in bits_N)
 
 
 @dataclass
@@ -24,8 +61,7 @@ class UnitPlanes:
     """The planes of one unit: flat tensors (layout.numel,).
 
     Attributes:
-        hi: bf16, the master rounded to nearest and the compute weight; or the fp32 master itself if lo is None.
-        lo: int16, the rest: `bits(master) = (hi << 16) + lo`.
+        hi, lo: The master, see [Note: exact split]; hi is the compute weight. If lo is None, hi is the fp32 master itself.
         states: The optimizer's states by name (AdamW: m and v).
         grad: Gradient of the step, bf16 or fp32. None if the update is fused with the arrival of gradients; a resident unit's
             gradient exists only from its backward to its update.
@@ -51,7 +87,7 @@ class UnitPlanes:
     def read_master(self, name: str) -> torch.Tensor:
         """The exact fp32 master of one tensor, as a new CPU tensor."""
         hi = self.layout.view(self.hi, name)
-        master = hi.clone() if self.lo is None else plane_math.join(hi, self.layout.view(self.lo, name))
+        master = hi.clone() if self.lo is None else join(hi, self.layout.view(self.lo, name))
         return master.cpu()
 
     def write_master(self, name: str, value: torch.Tensor) -> None:
@@ -62,10 +98,10 @@ class UnitPlanes:
         if self.lo is None:
             hi.copy_(master)
         elif master.device == hi.device:
-            plane_math.split_(master, hi, self.layout.view(self.lo, name))
+            split_(master, hi, self.layout.view(self.lo, name))
         else:  # split on the value's device, a GPU: faster than on the CPU
             halves = torch.empty_like(master, dtype=hi.dtype), torch.empty_like(master, dtype=self.lo.dtype)
-            plane_math.split_(master, *halves)
+            split_(master, *halves)
             hi.copy_(halves[0])
             self.layout.view(self.lo, name).copy_(halves[1])
 
@@ -86,7 +122,6 @@ class HostStore:
         resident: Units whose planes live on `device`, the training device.
 
     Attributes:
-        dtypes: Type of each plane kind.
         units: Planes by unit name, in forward order.
     """
 
@@ -104,8 +139,7 @@ class HostStore:
         self.grad_dtype = grad_dtype
         self._layouts = [(name, layout) for name, layout in layouts if name not in resident]
         self._arenas: dict[str, Arena] = {}
-        self._moved: list[tuple[str, Arena]] = []
-        """(kind, arena) of single units that have left the device."""
+        self._moved: list[tuple[str, Arena]] = []  # (kind, arena) of single units that have left the device
         self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, **states}
         if split:
             self.dtypes["lo"] = torch.int16

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +16,8 @@ import psutil
 import torch
 from ruamel.yaml import YAML
 
-from megatrain.machine import system
 from megatrain.machine.machine import Machine
-from megatrain.machine.probe import bus_id, cache_file, gpu_of, probe
+from megatrain.machine.probe import Link, bus_id, cache_file, cpu_quota, device_link, gpu_of, is_wsl, node_cpus, probe
 from megatrain.optim.adamw import AdamW
 from megatrain.units import GIB
 
@@ -33,7 +33,7 @@ class Surroundings:
     allowed_cpus: frozenset[int]  # cores in the process's affinity
     cpu_quota: float | None  # CPU quota of the container in cores, None without a limit
     nodes: Mapping[int, set[int]]  # NUMA node -> its cores
-    link: system.Link | None  # of the GPU
+    link: Link | None  # of the GPU
     total_host_bytes: int  # memory of the machine, including memory that this process may not use
     locked_limit: int | None  # `ulimit -l` in bytes, None without a limit
     wsl: bool  # Linux inside Windows
@@ -46,13 +46,9 @@ class Surroundings:
 
 
 def doctor(device: str = "auto", *, again: bool = False, form: str = "text", folder: Path | None = None) -> str:
-    """The machine's figures, cached or measured, as text.
+    """The machine's figures, cached or measured (`again`): as `text` with warnings, or alone as `json` or `yaml`.
 
-    Args:
-        device: `auto`, `cpu`, `cuda`, `cuda:1`.
-        again: Ignore cached figures.
-        form: `text` with warnings, or the figures alone as `json` or `yaml` (a machine file).
-        folder: Where runs are written; the current folder by default.
+    `folder` is where runs are written, by default the current folder.
     """
     folder = folder or Path.cwd()
     gpu = gpu_of(device)
@@ -64,30 +60,29 @@ def doctor(device: str = "auto", *, again: bool = False, form: str = "text", fol
     if form == "yaml":
         return machine_yaml(machine)
     around = surroundings(gpu, folder)
-    problems = findings(machine, around)
-    verdict = [f"warning: {problem}" for problem in problems] or ["no problems found"]
+    verdict = [f"warning: {problem}" for problem in findings(machine, around)] or ["no problems found"]
     return "\n".join([*table(machine, around), "", *verdict])
 
 
 def machine_yaml(machine: Machine) -> str:
     """The text of a machine file, for `--machine`."""
-    out = io.StringIO()
-    yaml = YAML()
+    out, yaml = io.StringIO(), YAML()
     yaml.default_flow_style = None
     yaml.dump({name: value for name, value in asdict(machine).items() if value is not None}, out)
     return out.getvalue()
 
 
 def surroundings(gpu: torch.device | None, folder: Path) -> Surroundings:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # CUDA's pinned memory is exempt on most systems
     return Surroundings(
         all_cores=os.cpu_count() or 1,
         allowed_cpus=frozenset(os.sched_getaffinity(0)),
-        cpu_quota=system.cpu_quota(),
-        nodes=system.node_cpus(),
-        link=system.device_link(bus_id(gpu)) if gpu is not None else None,
+        cpu_quota=cpu_quota(),
+        nodes=node_cpus(),
+        link=device_link(bus_id(gpu)) if gpu is not None else None,
         total_host_bytes=psutil.virtual_memory().total,
-        locked_limit=system.locked_memory_limit(),
-        wsl=system.is_wsl(),
+        locked_limit=None if locked == resource.RLIM_INFINITY else locked,
+        wsl=is_wsl(),
         disk_free_bytes=psutil.disk_usage(str(folder)).free,
     )
 
@@ -97,31 +92,23 @@ def table(machine: Machine, around: Surroundings) -> list[str]:
     rates = ", ".join(f"{count}: {rate:.2f}" for count, rate in sorted(machine.adamw_gparams.items()))
     best = machine.adamw_gparams[machine.threads]
     total_gib, free_gib = around.total_host_bytes / GIB, around.disk_free_bytes / GIB
+    memory = f"{machine.host_gib:.1f} GiB available of {total_gib:.1f}, {machine.host_bandwidth_gbps:.0f} GB/s"
+    disk = f"{machine.disk_write_gbps:.2f} GB/s written, {machine.disk_read_gbps:.2f} read, {free_gib:.0f} GiB free"
     gpu_node = f", GPU on node {machine.device_node}" if machine.device_node is not None else ""
     rows = [
         ("cores", f"{machine.cores} usable of {around.all_cores}"),
         ("NUMA nodes", f"{machine.numa_nodes}{gpu_node}"),
-        (
-            "host memory",
-            f"{machine.host_gib:.1f} GiB available of {total_gib:.1f}, {machine.host_bandwidth_gbps:.0f} GB/s",
-        ),
+        ("host memory", memory),
         ("AdamW by threads", f"{rates} G parameters/s; the best moves {best * BYTES_PER_UPDATE:.0f} GB/s"),
-        (
-            "disk",
-            f"{machine.disk_write_gbps:.2f} GB/s written, {machine.disk_read_gbps:.2f} read, {free_gib:.0f} GiB free",
-        ),
+        ("disk", disk),
     ]
     if machine.device_gib > 0:
         attention = ", ".join(f"{name} {ms:.2f} ms" for name, ms in machine.attention_ms.items()) or "no fast backend"
-        streaming = machine.adamw_streaming_gparams
-        limit = machine.pin_limit_gib
+        copies = f"{machine.h2d_gbps:.1f} GB/s in, {machine.d2h_gbps:.1f} out, {machine.both_gbps:.1f} each at once"
+        streaming, limit = machine.adamw_streaming_gparams, machine.pin_limit_gib
         rows += [
             ("device memory", f"{machine.device_gib:.1f} GiB, {machine.device_bandwidth_gbps:.0f} GB/s"),
-            (
-                "link",
-                f"{machine.link or 'unknown'}: {machine.h2d_gbps:.1f} GB/s in, {machine.d2h_gbps:.1f} out, "
-                f"{machine.both_gbps:.1f} each at once",
-            ),
+            ("link", f"{machine.link or 'unknown'}: {copies}"),
             ("AdamW while streaming", f"{streaming:.2f} G parameters/s" if streaming else "not measured"),
             ("AdamW on the GPU", f"{machine.device_adamw_gparams:.0f} G parameters/s"),
             ("matrix products", f"{machine.matrix_tflops:.0f} TFLOP/s in bf16"),

@@ -71,10 +71,9 @@ class Machine:
 
     def adamw_rate(self, threads: int | None = None) -> float:
         """Parameters/s of AdamW on the host while weights stream; `threads` None means the best number."""
-        known = sorted(self.adamw_gparams)
-        best = self.adamw_gparams[self.threads]
-        alone = best
+        best = alone = self.adamw_gparams[self.threads]
         if threads is not None:
+            known = sorted(self.adamw_gparams)
             below = max((count for count in known if count <= threads), default=known[0])
             alone = min(best, self.adamw_gparams[below] * threads / below)
         share = self.adamw_streaming_gparams / best if self.adamw_streaming_gparams else 0.95
@@ -131,11 +130,7 @@ def _attention_rate(short_tflops: float, long_tflops: float | None, tokens: int)
 
 
 def load_machine(path: str | Path) -> Machine:
-    """The machine in a YAML or JSON file.
-
-    Raises:
-        UserError: The file is missing or not a machine file.
-    """
+    """The machine in a YAML or JSON file; UserError if it is missing or no machine file."""
     data = read_figures(path)
     if "gpus_per_node" in data:
         raise UserError(
@@ -145,11 +140,7 @@ def load_machine(path: str | Path) -> Machine:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The cluster in a YAML or JSON file.
-
-    Raises:
-        UserError: The file is missing or not a cluster file.
-    """
+    """The cluster in a YAML or JSON file; UserError if it is missing or no cluster file."""
     data = read_figures(path)
     if "gpus_per_node" not in data:
         raise UserError(
@@ -159,11 +150,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def machine_from(data: Mapping[str, Any], where: str) -> Machine:
-    """A machine from plain data; `where` names the source in errors.
-
-    Raises:
-        UserError: Keys are unknown or missing, or values are not figures; all problems in one error.
-    """
+    """A machine from plain data; one UserError, which names `where`, for all unknown or missing keys and wrong values."""
     machine = _made(Machine, data, where, MAY_BE_ZERO)
     rates = {int(count): float(rate) for count, rate in machine.adamw_gparams.items()}
     return replace(machine, adamw_gparams=rates)
@@ -220,11 +207,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_figures(path: str | Path) -> dict[str, Any]:
-    """The fields of a machine's or a cluster's file as written.
-
-    Raises:
-        UserError: The file is missing or holds no fields.
-    """
+    """The fields of a machine's or a cluster's file as written; UserError if it is missing or holds no fields."""
     file = Path(path)
     try:
         data = YAML(typ="safe").load(file.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 """`probe`: measure this machine for the planner. Takes half a minute on a large machine, once; results go to the user's cache.
 
-Measurements take medians, and free their memory before the next one.
+Measurements take medians, and free their memory before the next one. Cores, NUMA nodes and the GPU's link are read from the
+system.
 """
 
 from __future__ import annotations
@@ -9,24 +10,25 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import Arena, PinRefused
-from megatrain.host_memory.available import available_host_bytes
+from megatrain.host_memory.available import available_host_bytes, read_kernel_file
 from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.store import UnitPlanes
-from megatrain.machine import system
 from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.spec import OptimizerSpec, segments_of
+from megatrain.optim.spec import Segment, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater
 from megatrain.units import GIB
 
@@ -39,17 +41,17 @@ ADAMW_ELEMENTS = 1 << 26
 DISK_BYTES = 1 << 30
 THREADS = (1, 2, 4, 8, 16, 32, 64, 128)
 MATRIX_SIZES = ((8192, 8192, 8192), (16384, 4096, 12288))
+SYS = Path("/sys")
+GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
+"""Transfer rate of a PCIe lane [GT/s] -> PCIe generation."""
+USABLE_GBPS = {1: 0.2, 2: 0.4, 3: 0.8, 4: 1.6, 5: 3.3, 6: 6.5}
+"""Rate of one lane in large pinned copies, protocol overhead deducted [GB/s], by generation."""
 
 
 def probe(device: str | torch.device = "auto", *, disk_folder: Path | None = None) -> Machine:
     """This machine's figures: cached ones of the same hardware and torch version, else measured and cached.
 
-    Args:
-        device: `auto`, `cpu`, `cuda`, `cuda:1`.
-        disk_folder: Folder on the disk to measure; the current one by default.
-
-    Raises:
-        UserError: There is no such device.
+    Measures the disk of `disk_folder`, by default the current folder. Raises UserError if there is no such device.
     """
     gpu = gpu_of(device)
     file = cache_file(gpu)
@@ -60,7 +62,13 @@ def probe(device: str | torch.device = "auto", *, disk_folder: Path | None = Non
     logger.info("measuring this machine; figures go to %s", file)
     machine = measure(gpu, disk_folder or Path.cwd())
     logger.info("measured in %.0f s", time.perf_counter() - started)
-    _keep(machine, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as writer:
+            writer.write(machine.as_json())
+        Path(writer.name).replace(file)
+    except OSError as error:
+        logger.warning("the machine's figures could not be cached: %s", error)
     return machine
 
 
@@ -71,7 +79,7 @@ def known_machine(device: str | torch.device) -> Machine | None:
 
 def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
     """Measure the host, the disk of `disk_folder`, and the GPU if one is given."""
-    cores = system.usable_cores()
+    cores = usable_cores()
     rate = _adamw_on_host(ADAMW_ELEMENTS)
     adamw = {threads: rate(threads) for threads in sorted({count for count in THREADS if count < cores} | {cores})}
     write, read = disk_rates(disk_folder, DISK_BYTES)
@@ -84,7 +92,7 @@ def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
         "adamw_gparams": adamw,
         "disk_write_gbps": write,
         "disk_read_gbps": read,
-        "numa_nodes": len(system.node_cpus()),
+        "numa_nodes": len(node_cpus()),
         "versions": f"torch {torch.__version__}",
     }
     if gpu is not None:
@@ -101,10 +109,7 @@ def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
 def _adamw_on_host(elements: int) -> Callable[[int], float]:
     """A function from threads to the rate of AdamW on four units of `elements` in all [1e9 parameters/s]."""
     part = elements // 4
-    optim = AdamW()
-    units = [_filled(optim, part, torch.device("cpu")) for _ in range(4)]
-    segments = segments_of([("weight", (part, 1), 0, part)], optim)
-    coefficients = optim.coefficients(10, 1e-6)
+    optim, units, segments, coefficients = _updates(4, part, torch.device("cpu"))
 
     def rate(threads: int) -> float:
         with CpuUpdater(threads) as updater:
@@ -122,12 +127,18 @@ def _adamw_on_host(elements: int) -> Callable[[int], float]:
     return rate
 
 
-def _filled(optim: OptimizerSpec, elements: int, device: torch.device) -> tuple[UnitPlanes, torch.Tensor]:
-    """Split planes of a unit and its bf16 gradient, filled with values of typical magnitude."""
-    dtypes = {"hi": torch.bfloat16, "lo": torch.int16, **optim.state_dtypes}
-    planes = {kind: torch.full((elements,), 1e-3, device=device).to(dtype) for kind, dtype in dtypes.items()}
-    grad = torch.full((elements,), 1e-3, dtype=torch.bfloat16, device=device)
-    return UnitPlanes.of("unit", FlatLayout((), elements), planes), grad
+def _updates(
+    count: int, elements: int, device: torch.device
+) -> tuple[AdamW, list[tuple[UnitPlanes, torch.Tensor]], tuple[Segment, ...], StepCoefficients]:
+    """AdamW, `count` units of split planes and bf16 gradients, filled with values of typical magnitude, and a step's numbers."""
+    optim = AdamW()
+    dtypes = {"hi": torch.bfloat16, "lo": torch.int16, **optim.state_dtypes, "grad": torch.bfloat16}
+    units = []
+    for _ in range(count):
+        planes = {kind: torch.full((elements,), 1e-3, device=device).to(dtype) for kind, dtype in dtypes.items()}
+        units.append((UnitPlanes.of("unit", FlatLayout((), elements), planes), planes["grad"]))
+    segments = segments_of([("weight", (elements, 1), 0, elements)], optim)
+    return optim, units, segments, optim.coefficients(10, 1e-6)
 
 
 def host_bandwidth(cores: int, nbytes: int) -> float:
@@ -170,13 +181,9 @@ def disk_rates(folder: Path, nbytes: int) -> tuple[float, float]:
 def _device_facts(gpu: torch.device, elements: int, nbytes: int) -> dict[str, object]:
     from megatrain.device.attention import measured_backends
 
-    optim = AdamW()
-    planes, grad = _filled(optim, elements, gpu)
-    segments = segments_of([("weight", (elements, 1), 0, elements)], optim)
-    coefficients = optim.coefficients(10, 1e-6)
-    update = functools.partial(optim.update_on_device, planes, grad, segments, coefficients)
-    adamw_s = device_seconds(update, gpu)
-    del planes, grad, update
+    optim, units, segments, coefficients = _updates(1, elements, gpu)
+    adamw_s = device_seconds(lambda: optim.update_on_device(*units[0], segments, coefficients), gpu)
+    units.clear()
     source = torch.ones(nbytes, dtype=torch.uint8, device=gpu)
     target = torch.empty_like(source)
     copy_s = device_seconds(functools.partial(target.copy_, source), gpu)
@@ -184,14 +191,13 @@ def _device_facts(gpu: torch.device, elements: int, nbytes: int) -> dict[str, ob
     heads, dim = 32, 128
     attention = measured_backends(heads, 8, dim, SHORT_ROW, torch.bfloat16, gpu)
     long_attention = measured_backends(heads, 8, dim, LONG_ROW, torch.bfloat16, gpu)
-    bus = bus_id(gpu)
     facts: dict[str, object] = {
         "device_adamw_gparams": round(elements / 1e9 / adamw_s, 1),
         "device_bandwidth_gbps": round(2 * nbytes / 1e9 / copy_s, 0),
         "matrix_tflops": matrix_tflops(gpu),
         "attention_ms": {backend.name: round(ms, 3) for backend, ms in attention},
-        "device_node": system.device_node(bus),
-        "link": str(system.device_link(bus) or ""),
+        "device_node": device_node(bus_id(gpu)),
+        "link": str(device_link(bus_id(gpu)) or ""),
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}",
     }
     # a causal forward and backward are 3.5 forwards of 4 T^2 d / 2 per head
@@ -224,8 +230,7 @@ def _link_facts(gpu: torch.device, nbytes: int, adamw_rate: Callable[[], float])
                 limit = round(refusal.pinned_bytes / GIB, 2)
                 logger.warning("%s", refusal)
         here, there = source.tensor(0, nbytes, torch.uint8), sink.tensor(0, nbytes, torch.uint8)
-        first = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
-        second = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
+        first, second = (torch.empty(nbytes, dtype=torch.uint8, device=gpu) for _ in range(2))
         into, out = torch.cuda.Stream(gpu), torch.cuda.Stream(gpu)
 
         def copy_in() -> None:
@@ -318,12 +323,97 @@ def _between_events(run: Callable[[], object]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Facts that the operating system knows
+
+
+@dataclass(frozen=True)
+class Link:
+    """A GPU's PCIe link: the lanes in use, and the most that the card supports."""
+
+    generation: int
+    lanes: int
+    most_lanes: int
+
+    def __str__(self) -> str:
+        return f"PCIe {self.generation} x{self.lanes}"
+
+    @property
+    def usable_gbps(self) -> float:
+        """Rate of large pinned copies in one direction."""
+        return USABLE_GBPS.get(self.generation, 0.0) * self.lanes
+
+
+def usable_cores(*, cgroup: Path = SYS / "fs/cgroup") -> int:
+    """Cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(cgroup)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_quota(cgroup: Path = SYS / "fs/cgroup") -> float | None:
+    """CPU quota of the container in cores, None without a limit."""
+    words = read_kernel_file(cgroup / "cpu.max").split()
+    if len(words) == 2 and words[0].isdigit():
+        return int(words[0]) / int(words[1])
+    quota, period = (read_kernel_file(cgroup / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def node_cpus(*, root: Path = SYS) -> dict[int, set[int]]:
+    """NUMA node -> its cores. A single node with all cores if the system does not tell."""
+    folders = sorted((root / "devices/system/node").glob("node[0-9]*"))
+    nodes = {int(f.name.removeprefix("node")): cpu_list(read_kernel_file(f / "cpulist")) for f in folders}
+    return {node: cpus for node, cpus in nodes.items() if cpus} or {0: set(range(os.cpu_count() or 1))}
+
+
+def cpu_list(text: str) -> set[int]:
+    """Parse the kernel's notation of a CPU set: `0-3,8` is {0, 1, 2, 3, 8}."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def pci_folder(bus_id: str, root: Path) -> Path:
+    """Sysfs folder of a device by bus id, `0000:17:00.0` or in CUDA's form `00000000:17:00.0`. It may not exist."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return root / "bus/pci/devices" / f"{domain[-4:]}:{rest}"
+
+
+def device_node(bus_id: str, *, root: Path = SYS) -> int | None:
+    """NUMA node of a PCI device, None if unknown."""
+    text = read_kernel_file(pci_folder(bus_id, root) / "numa_node").strip()
+    return int(text) if text.isdigit() else None
+
+
+def device_link(bus_id: str, *, root: Path = SYS) -> Link | None:
+    """PCIe link of a device, None if unknown.
+
+    An idle link may run at a lower rate than under load, so the generation is the highest that device and port both support.
+    """
+    folder = pci_folder(bus_id, root)
+    speeds = [read_kernel_file(place / "max_link_speed").split(" ") for place in (folder, folder.resolve().parent)]
+    known = [GENERATIONS[rate] for words in speeds if (rate := words[0].removesuffix(".0")) in GENERATIONS]
+    lanes, most = (read_kernel_file(folder / f"{which}_link_width").strip() for which in ("current", "max"))
+    if not known or not lanes.isdigit() or not most.isdigit():
+        return None
+    return Link(min(known), int(lanes), int(most))
+
+
+def is_wsl(*, version: Path = Path("/proc/version")) -> bool:
+    """Whether this is WSL, which can pin only part of its memory."""
+    return "microsoft" in read_kernel_file(version).lower()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Cache
 
 
 def cache_file(gpu: torch.device | None) -> Path:
     """Cache file for this hardware and this torch version."""
-    parts = [VERSION, torch.__version__, os.uname().nodename, system.usable_cores(), os.cpu_count()]
+    parts = [VERSION, torch.__version__, os.uname().nodename, usable_cores(), os.cpu_count()]
     if gpu is not None:
         parts += [torch.cuda.get_device_name(gpu), gpu.index, torch.cuda.device_count(), torch.version.cuda]
     key = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -333,28 +423,14 @@ def cache_file(gpu: torch.device | None) -> Path:
 
 def _cached(file: Path) -> Machine | None:
     try:
-        data = json.loads(file.read_text())
+        # available memory changes all the time, rates do not
+        figures = {**json.loads(file.read_text()), "host_gib": round(available_host_bytes() / GIB, 1)}
+        return machine_from(figures, str(file))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        logger.warning("%s is not readable (%s); measuring again", file, error)
+    except (OSError, ValueError, TypeError, UserError) as error:
+        logger.warning("cannot use %s (%s); measuring again", file, error)
         return None
-    try:
-        # available memory changes all the time, rates do not
-        return machine_from({**data, "host_gib": round(available_host_bytes() / GIB, 1)}, str(file))
-    except UserError as error:
-        logger.warning("%s; measuring again", error)
-        return None
-
-
-def _keep(machine: Machine, file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as writer:
-            writer.write(machine.as_json())
-        Path(writer.name).replace(file)
-    except OSError as error:
-        logger.warning("the machine's figures could not be cached: %s", error)
 
 
 def gpu_of(device: str | torch.device) -> torch.device | None:

@@ -25,8 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatrain.errors import UserError
-from megatrain.host_memory import planes as plane_math
-from megatrain.host_memory.store import HostStore, UnitPlanes
+from megatrain.host_memory.store import HostStore, UnitPlanes, split_
 from megatrain.models.build import mark_unfilled, refuse_unfilled, restore_buffers
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit, owner_of, persistent_buffers
@@ -184,7 +183,7 @@ def split(planes: UnitPlanes, local: str) -> tuple[torch.Tensor, torch.Tensor]:
     if planes.lo is not None:
         return hi, planes.layout.view(planes.lo, local)
     parts = torch.empty_like(hi, dtype=torch.bfloat16), torch.empty_like(hi, dtype=torch.int16)
-    plane_math.split_(hi, *parts)
+    split_(hi, *parts)
     return parts
 
 

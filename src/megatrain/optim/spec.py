@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import UserError
-from megatrain.host_memory.planes import join, split_
-from megatrain.host_memory.store import UnitPlanes
+from megatrain.host_memory.store import UnitPlanes, join, split_
 
 MASTER_BYTES = 4
 """A parameter's master: hi (bf16) and lo (int16), or fp32."""

@@ -14,8 +14,7 @@ from engines import host_engine
 from families import BY_NAME, CORE, Family, batch, build
 from megatrain.device.streams import Streams
 from megatrain.host_memory.layout import FlatLayout
-from megatrain.host_memory.planes import split_
-from megatrain.host_memory.store import UnitPlanes
+from megatrain.host_memory.store import UnitPlanes, split_
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import segments_of
 from reference import ReferenceTrainer, gradient_error, reference_loss_and_grads
