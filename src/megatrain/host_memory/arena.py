@@ -13,7 +13,6 @@ import logging
 import mmap
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,7 +32,7 @@ class PinRefused(MegatrainError):
     """The system refused to pin an arena after `pinned_bytes`, a hint at the limit. Nothing of the arena is pinned."""
 
     def __init__(self, pinned_bytes: int, asked_bytes: int, code: int, reason: str):
-        self.pinned_bytes = pinned_bytes
+        self.pinned_bytes, self.asked_bytes = pinned_bytes, asked_bytes
         super().__init__(
             f"the system pinned {gib(pinned_bytes)} of host memory and then refused to pin more "
             f"({gib(asked_bytes)} are needed): CUDA error {code}, {reason}"
@@ -48,13 +47,6 @@ class HostPinner(Protocol):
     def unregister(self, address: int) -> int: ...
 
     def explain(self, code: int) -> str: ...
-
-
-@dataclass(frozen=True)
-class _Pin:
-    pinner: HostPinner
-    address: int
-    size_bytes: int
 
 
 class CudaPinner:
@@ -112,7 +104,7 @@ class Arena:
             raise PlanRefused(f"the system refuses to map {gib(self.nbytes)} of host memory: {error}") from error
         _advise(self._memory, "MADV_HUGEPAGE")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._pins: list[_Pin] = []
+        self._pins: list[tuple[HostPinner, int, int]] = []  # (pinner, address, bytes)
         self._closed = False
         # An arena dropped without close() must not leave pins on addresses that the system reuses. At exit the driver removes
         # them itself, and its library may be gone before Python's exit handlers run.
@@ -130,7 +122,7 @@ class Arena:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(pin.size_bytes for pin in self._pins)
+        return sum(size_bytes for _, _, size_bytes in self._pins)
 
     def register(
         self, cuts: Sequence[int], *, pinner: HostPinner | None = None, chunk_bytes: int = CHUNK_BYTES
@@ -140,8 +132,6 @@ class Arena:
         Args:
             cuts: Page-aligned offsets in bytes at which a registration may end: the boundaries between units. No copy may cross
                 from one registration into another.
-            pinner: By default `cuda_pinner()`.
-            chunk_bytes: See `plan_chunks`.
 
         Raises:
             PinRefused: Nothing is pinned; the arena remains usable as pageable memory.
@@ -160,7 +150,7 @@ class Arena:
                 pinned_bytes = self.pinned_bytes
                 self.unregister()
                 raise PinRefused(pinned_bytes, self.nbytes, code, pinner.explain(code))
-            self._pins.append(_Pin(pinner, self.address + start, end - start))
+            self._pins.append((pinner, self.address + start, end - start))
 
     def unregister(self) -> None:
         """Remove all pins. The memory keeps its contents."""
@@ -169,7 +159,7 @@ class Arena:
             _advise(self._memory, "MADV_DOFORK")
 
     def close(self) -> None:
-        """Unpin and release the memory, see [Note: arena lifetime]. A second call does nothing."""
+        """Unpin and release the memory. A second call does nothing."""
         if not self._closed:
             self.unregister()
             self._closed = True
@@ -190,10 +180,8 @@ def page_ceil(size_bytes: int) -> int:
 def plan_chunks(mapped_bytes: int, cuts: Sequence[int], chunk_bytes: int) -> list[tuple[int, int]]:
     """(start, end) ranges that cover `[0, mapped_bytes)` in order and end only at cuts (or at the end).
 
-    Args:
-        mapped_bytes: End of the last range.
-        cuts: Page-aligned offsets in any order; may include 0 and `mapped_bytes`.
-        chunk_bytes: Each range extends to the last cut within this length, or to its first cut if that is farther.
+    `cuts` are page-aligned, in any order. Each range extends to the last cut within `chunk_bytes`, or to its first cut if that is
+    farther.
     """
     astray = [cut for cut in cuts if cut % PAGE_BYTES or not 0 <= cut <= mapped_bytes]
     assert not astray, f"cuts off the page grid or outside the arena of {mapped_bytes} bytes: {astray}"
@@ -207,14 +195,14 @@ def plan_chunks(mapped_bytes: int, cuts: Sequence[int], chunk_bytes: int) -> lis
     return chunks
 
 
-def _unpin_all(pins: list[_Pin]) -> None:
+def _unpin_all(pins: list[tuple[HostPinner, int, int]]) -> None:
     while pins:
-        pin = pins.pop()
-        code = pin.pinner.unregister(pin.address)
+        pinner, address, size_bytes = pins.pop()
+        code = pinner.unregister(address)
         if code != 0:
             # Harmless: the memory only stays locked until the process ends.
-            reason = pin.pinner.explain(code)
-            logger.warning("could not unpin %s of host memory: CUDA error %d, %s", gib(pin.size_bytes), code, reason)
+            reason = pinner.explain(code)
+            logger.warning("could not unpin %s of host memory: CUDA error %d, %s", gib(size_bytes), code, reason)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

@@ -199,7 +199,6 @@ class HostStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of resident planes."""
         planes = [p for p in self.units.values() if p.resident]
         return sum(plane.nbytes for p in planes for plane in (*p.state().values(), p.grad) if plane is not None)
 

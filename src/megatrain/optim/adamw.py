@@ -28,15 +28,13 @@ class AdamWScalars(NamedTuple):
     """fp32 numbers of one segment in one step."""
 
     gradient_scale: np.float32
-    decay: np.float32
-    """1 - lr x weight decay"""
+    decay: np.float32  # 1 - lr x weight decay
     one_minus_beta1: np.float32
     beta2: np.float32
     one_minus_beta2: np.float32
     bias_correction2_sqrt: np.float32
     eps: np.float32
-    step_size: np.float32
-    """lr / bias correction of the first moment"""
+    step_size: np.float32  # lr / bias correction of the first moment
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,7 @@ class AdamWCoefficients(StepCoefficients):
 
 @dataclass(frozen=True)
 class AdamW(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) with torch.optim.AdamW's arithmetic.
-
-    Attributes:
-        betas: Decay of the first and second moment.
-        eps: Added to the square root of the second moment.
-    """
+    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) with torch.optim.AdamW's arithmetic."""
 
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -123,7 +116,7 @@ class AdamW(OptimizerSpec):
     ) -> None:
         from megatrain.optim import kernels
 
-        if kernels.runs_on_gpu(planes.hi):
+        if kernels.triton is not None and planes.hi.is_cuda:
             for segment in segments:
                 scalars = _device_scalars(coefficients, segment.weight_decay, segment.lr_scale)
                 kernels.adamw_on_gpu(planes, grad, segment.start, segment.end, scalars)

@@ -151,19 +151,10 @@ def sum_of_squares(grad, start, end):
     return total
 
 
-def runs_on_gpu(plane: torch.Tensor) -> bool:
-    """Whether `adamw_on_gpu` can update this plane: it is on a CUDA device and Triton is installed."""
-    return triton is not None and plane.device.type == "cuda"
-
-
 def adamw_on_gpu(planes: UnitPlanes, grad: torch.Tensor, start: int, end: int, scalars: Sequence[float]) -> None:
-    """One AdamW step on the elements [start, end) of a unit, in place. Asynchronous, ordered by the current stream.
+    """One AdamW step on the elements [start, end) of a unit on a CUDA device, in place. Asynchronous on the current stream.
 
-    Args:
-        planes: On a CUDA device.
-        grad: bf16 or fp32 (N,), unchanged.
-        start, end: Elements that share their hyper-parameters.
-        scalars: Their `AdamWScalars`, as Python numbers.
+    `grad` (bf16 or fp32, (N,)) is unchanged; `scalars` are the elements' `AdamWScalars` as Python numbers.
     """
     if start == end:
         return

@@ -24,8 +24,6 @@ class Schedule:
     Attributes:
         kind: `constant`; `linear` or `cosine` decay over all steps after the warm-up; or `wsd` (warm-up, stable, decay; Hu et
             al., "MiniCPM", 2024), which decays over the last steps only.
-        total_steps: Steps of the whole run.
-        warmup_steps: Fewer than `total_steps`.
         min_lr_ratio: Factor at the end of a decay.
         decay_ratio: `wsd`: share of `total_steps` that decays, rounded up to whole steps.
         decay: `wsd`: shape of the decay. `1-sqrt` is Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed

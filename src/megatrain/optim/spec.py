@@ -40,7 +40,6 @@ class StateSpec:
 
     Attributes:
         name: Name of the plane, and of the tensors in a checkpoint (`m/model.norm.weight`).
-        dtype: Storage type.
         label: Description in memory reports.
         torch_key: Key in the state of `OptimizerSpec.torch_optimizer`.
     """
@@ -61,7 +60,6 @@ class ParamGroup:
     Attributes:
         pattern: Regular expression, searched in the full Hugging Face name (`model.layers.0.self_attn.q_proj.weight`).
         weight_decay: None keeps the weight decay that they would have without the group.
-        lr_scale: Factor on the learning rate.
     """
 
     pattern: str
@@ -94,10 +92,9 @@ class Segment(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Numbers of one segment in one step."""
+    """Numbers of one segment in one step; `learning_rate` includes the segment's `lr_scale`."""
 
     learning_rate: float
-    """Times the segment's `lr_scale`."""
     weight_decay: float
     gradient_scale: float
     step: int
@@ -109,7 +106,6 @@ class StepCoefficients:
 
     Attributes:
         step: Number of this update: 1, 2, ... Skipped steps do not count.
-        learning_rate: Of this step.
         gradient_scale: Factor on the gradients: clip coefficient / loss scale.
     """
 
@@ -197,13 +193,9 @@ class OptimizerSpec(ABC):
     def update_unit_(
         self, planes: UnitPlanes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
     ) -> None:
-        """One step on a unit, in place, with `update_`. Asynchronous on a GPU, ordered by the current stream.
+        """One step on a unit, in place, with `update_`. `grad` (bf16 or fp32, (N,)) is unchanged.
 
-        Args:
-            planes: The unit's planes.
-            grad: bf16 or fp32 (N,), unchanged.
-            segments: The elements to update, with their hyper-parameters.
-            coefficients: Numbers of this step.
+        Asynchronous on a GPU, ordered by the current stream.
         """
         for segment in segments:
             self.update_range_(planes, grad, segment.start, segment.end, coefficients.scalars(segment))
@@ -234,14 +226,9 @@ class OptimizerSpec(ABC):
         self.update_unit_(planes, grad, segments, coefficients)
 
     def torch_optimizer(self, groups: Sequence[Mapping[str, Any]], fused: bool | None) -> torch.optim.Optimizer:
-        """The torch optimizer that the mesh engine uses; `StateSpec.torch_key` names its states.
+        """The torch optimizer that the mesh engine uses; `StateSpec.torch_key` names its states. By default raises UserError.
 
-        Args:
-            groups: torch parameter groups: dicts with `params`, `weight_decay` and `lr_scale`.
-            fused: As torch's optimizers take it.
-
-        Raises:
-            UserError: There is none, by default.
+        `groups` are torch parameter groups: dicts with `params`, `weight_decay` and `lr_scale`.
         """
         raise UserError(
             f"the mesh engine cannot train with {self.name}: it has no torch_optimizer",
@@ -254,15 +241,10 @@ class OptimizerSpec(ABC):
 
 
 def segments_of(entries: Iterable[tuple[str, tuple[int, ...], int, int]], optim: OptimizerSpec) -> tuple[Segment, ...]:
-    """Cut a unit's flat range by hyper-parameters.
+    """Cut a unit's flat range by hyper-parameters, from the first tensor's start to the last one's end.
 
-    Args:
-        entries: (full Hugging Face name, shape, offset, numel) of each tensor, by ascending offset.
-        optim: The optimizer.
-
-    Returns:
-        Segments from the first tensor's start to the last one's end, in order; adjacent equal ones are merged. Padding behind a
-        tensor belongs to its segment.
+    `entries` are (full Hugging Face name, shape, offset, numel) by ascending offset. Adjacent equal segments are merged. Padding
+    behind a tensor belongs to its segment.
     """
     segments: list[Segment] = []
     for name, shape, offset, numel in entries:

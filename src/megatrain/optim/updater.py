@@ -23,6 +23,7 @@ A job holds its tensors until it has ended; nothing here holds them longer.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import queue
@@ -104,13 +105,10 @@ class _Job:
 
 
 class CpuUpdater:
-    """A fixed pool of threads that works on units; see [Note: order of background work].
+    """A fixed pool of threads (`adamw-0`, `adamw-1`, ...) that works on units; see [Note: order of background work].
 
-    All `submit*` methods return at once. `result()` of their future waits for the job and raises its error.
-
-    Args:
-        threads: Number of threads, named `adamw-0`, `adamw-1`, ...
-        record: Called by these threads with every pass over a unit that has ended.
+    All `submit*` methods return at once. `result()` of their future waits for the job and raises its error. The threads call
+    `record` with every pass over a unit that has ended.
     """
 
     def __init__(self, threads: int, record: Callable[[Span], None] = lambda span: None):
@@ -144,17 +142,7 @@ class CpuUpdater:
         coefficients: StepCoefficients,
         after: After | None = None,
     ) -> Future[None]:
-        """One optimizer step on a unit's planes, in place.
-
-        Args:
-            unit: The unit's name. Jobs of one unit run one after the other.
-            optim: The optimizer, whose `host_kernel` runs.
-            planes: (N,) each.
-            grad: bf16 or fp32 (N,), unchanged.
-            segments: The elements to update, with their hyper-parameters.
-            coefficients: Numbers of this step.
-            after: Blocks until `grad` has arrived.
-        """
+        """One optimizer step on a unit's planes, in place. `grad` (bf16 or fp32, (N,)) is unchanged; `after` waits for it."""
         _check_planes(unit, optim, planes, grad)
         assert all(0 <= s.start <= s.end <= grad.numel() for s in segments), (unit, segments, grad.numel())
         kernel = optim.host_kernel(planes, grad)
@@ -170,13 +158,7 @@ class CpuUpdater:
         return self.submit(unit, cut_pieces(size, self.threads), update, after=after, row="adamw", size=size)
 
     def submit_compilation(self, optim: OptimizerSpec, split: bool, gradient: torch.dtype) -> Future[None]:
-        """Compile the kernel of `submit_update` ahead of the first update, and of the forward that waits for it.
-
-        Args:
-            optim: The optimizer, whose `host_kernel` is compiled.
-            split: Masters are kept as hi and lo.
-            gradient: bf16 or fp32.
-        """
+        """Compile the kernel of `submit_update` ahead of the first update, and of the forward that waits for it."""
 
         def compile_kernel(start: int, end: int) -> None:
             # numba compiles for the types of the arguments; no element is touched.
@@ -191,33 +173,21 @@ class CpuUpdater:
     def submit_add(
         self, unit: str, plane: Tensor, slab: Tensor, first: bool, after: After | None = None
     ) -> Future[None]:
-        """Add a gradient slab to a unit's gradient plane.
+        """Add a gradient slab (bf16 or fp32, (N,)) to a unit's fp32 gradient plane, or overwrite the plane with the `first`.
 
-        Args:
-            unit: The unit's name.
-            plane: fp32 (N,).
-            slab: bf16 or fp32 (N,), unchanged. May be reused when the future is done.
-            first: Overwrite the plane instead.
-            after: Blocks until `slab` has arrived.
+        `after` waits until the slab has arrived. The slab may be reused when the future is done.
         """
         assert plane.dtype == torch.float32, plane.dtype
         assert slab.dtype in (torch.bfloat16, torch.float32), slab.dtype
         assert plane.numel() == slab.numel(), (unit, plane.numel(), slab.numel())
         plane_array, slab_array = kernels.bits_view(plane), kernels.bits_view(slab)
         kernel = kernels.set_gradient if first else kernels.add_gradient
-        pieces = cut_pieces(plane.numel(), self.threads)
-        return self.submit(
-            unit, pieces, lambda s, e: kernel(plane_array, slab_array, s, e), after=after, row="add", size=plane.numel()
-        )
+        add = functools.partial(kernel, plane_array, slab_array)
+        size = plane.numel()
+        return self.submit(unit, cut_pieces(size, self.threads), add, after=after, row="add", size=size)
 
     def submit_sumsq(self, unit: str, grad: Tensor, after: After | None = None) -> Future[float]:
-        """Sum of the squares of a gradient, in fp64. It is finite exactly if every element is.
-
-        Args:
-            unit: The unit's name.
-            grad: bf16 or fp32 (N,).
-            after: Blocks until `grad` has arrived.
-        """
+        """Sum of the squares of a gradient (bf16 or fp32, (N,)), in fp64. It is finite exactly if every element is."""
         assert grad.dtype in (torch.bfloat16, torch.float32), grad.dtype
         array = kernels.bits_view(grad)
         pieces = [(start, min(start + SUM_PIECE, array.size)) for start in range(0, array.size, SUM_PIECE)]
@@ -226,9 +196,8 @@ class CpuUpdater:
         def add_up(start: int, end: int) -> None:
             sums[start // SUM_PIECE] = kernels.sum_of_squares(array, start, end)
 
-        return self.submit(
-            unit, pieces, add_up, finish=lambda: math.fsum(sums), after=after, row="norm", size=array.size
-        )
+        finish = functools.partial(math.fsum, sums)
+        return self.submit(unit, pieces, add_up, finish=finish, after=after, row="norm", size=array.size)
 
     def submit(
         self,
@@ -244,13 +213,11 @@ class CpuUpdater:
         """Any pass over a unit.
 
         Args:
-            unit: The unit's name. Jobs of one unit run one after the other.
             pieces: (start, end) arguments of `run_piece`; at least one.
             run_piece: Called once per piece, by several threads at once. Should release the GIL.
             finish: Called after the last piece; returns the future's result.
             after: Blocks until the data has arrived; called once.
-            row: The row that records the pass; None does not record it.
-            size: Parameters, for the record.
+            row, size: Row that records the pass, if any, and the parameters that it names.
         """
         assert pieces, f"{unit}: a job without pieces"
         with self._lock:
@@ -329,8 +296,7 @@ class CpuUpdater:
         """A worker thread."""
         while (work := self._take_piece()) is not None:
             job, piece = work
-            error = _error_of(job.run_piece, *piece)
-            self._piece_ended(job, error)
+            self._piece_ended(job, _error_of(job.run_piece, *piece))
 
     def _take_piece(self) -> tuple[_Job, tuple[int, int]] | None:
         """Wait for a piece of the earliest ready job. None when the updater is closing and all work has ended."""
