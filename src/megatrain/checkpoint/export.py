@@ -24,7 +24,7 @@ from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
 from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
 from megatrain.errors import UserError
-from megatrain.host_memory import planes as plane_math
+from megatrain.host_memory.store import split_
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
@@ -230,7 +230,7 @@ def _rounded(master: torch.Tensor, target: torch.dtype, keep_fp32: bool) -> torc
         return master
     if target == torch.bfloat16:
         hi, lo = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
-        plane_math.split_(master.contiguous(), hi, lo)
+        split_(master.contiguous(), hi, lo)
         return hi
     rounded = master.to(target)
     if bool(rounded.isinf().any()):

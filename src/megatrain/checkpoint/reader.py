@@ -44,8 +44,7 @@ from megatrain.checkpoint.format import (
     state_key,
 )
 from megatrain.errors import MegatrainError, UserError
-from megatrain.host_memory import planes as plane_math
-from megatrain.host_memory.store import HostStore, UnitPlanes
+from megatrain.host_memory.store import HostStore, UnitPlanes, join
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import resolve_ties
@@ -186,7 +185,7 @@ class OpenCheckpoint:
             for _, full in unit.full_names():
                 weight, lo_key = found.pop(full), state_key("lo", full)
                 if lo_key in self._states:
-                    weight = plane_math.join(weight.contiguous(), self._states[lo_key].read(lo_key))
+                    weight = join(weight.contiguous(), self._states[lo_key].read(lo_key))
                 masters[full] = weight.float()
         except UserError as error:
             raise self.with_alternative(error) from error
@@ -241,7 +240,7 @@ class OpenCheckpoint:
     def _box(self, full: str, box: Box) -> torch.Tensor:
         master, lo_key = self._weights[full].read_box(full, box), state_key("lo", full)
         if lo_key in self._states:
-            master = plane_math.join(master, self._states[lo_key].read_box(lo_key, box))
+            master = join(master, self._states[lo_key].read_box(lo_key, box))
         assert self._optim is not None
         keys = [state_key(state.name, full) for state in self._optim.states]
         return torch.stack([master.float(), *(self._states[key].read_box(key, box).float() for key in keys)])
@@ -467,7 +466,7 @@ def _restore(
         states[lo_key].read_into(lo_key, planes.layout.view(planes.lo, local))
     else:
         lo = states[lo_key].read(lo_key)
-        plane_math.join(weight.contiguous(), lo, out=planes.layout.view(planes.hi, local))
+        join(weight.contiguous(), lo, out=planes.layout.view(planes.hi, local))
     for name, flat in planes.states.items():
         key = state_key(name, full)
         states[key].read_into(key, planes.layout.view(flat, local))
