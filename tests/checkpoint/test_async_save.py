@@ -22,6 +22,7 @@ from families import BY_NAME, batch, build
 from hosted import as_bits
 from megatrain.checkpoint import files, host_planes, reader, writer
 from megatrain.checkpoint.async_save import SaveCancelled
+from megatrain.checkpoint.format import SafetensorsReader
 from megatrain.checkpoint.host_planes import HostCheckpoints, HostPlanes, StagingMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
 from megatrain.device.copier import HostReader
@@ -591,20 +592,20 @@ def test_a_load_needs_the_weights_of_one_unit_beside_the_planes(
         largest = max(planes.layout.numel for planes in engine.store.units.values()) * 2
         allocated: list[int] = [0]
         most = [0]
-        restore, read = OpenCheckpoint.restore, files.SafetensorsReader.read
+        restore, read = OpenCheckpoint.restore, SafetensorsReader.read
 
         def counting_restore(self: OpenCheckpoint, unit: Any, *rest: Any) -> None:
             allocated[0] = 0
             restore(self, unit, *rest)
 
-        def counting_read(self: files.SafetensorsReader, name: str) -> torch.Tensor:
+        def counting_read(self: SafetensorsReader, name: str) -> torch.Tensor:
             tensor = read(self, name)
             allocated[0] += tensor.nbytes
             most[0] = max(most[0], allocated[0])
             return tensor
 
         monkeypatch.setattr(OpenCheckpoint, "restore", counting_restore)
-        monkeypatch.setattr(files.SafetensorsReader, "read", counting_read)
+        monkeypatch.setattr(SafetensorsReader, "read", counting_read)
         engine.load(tmp_path / "ckpt")
     assert 0 < most[0] <= largest
 

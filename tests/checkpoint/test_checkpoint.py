@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from families import build
 from hosted import (
@@ -24,15 +21,15 @@ from hosted import (
     host,
     host_folder,
     load,
+    plan_of,
     save,
     save_as,
     save_family,
     trained,
 )
 from megatrain.checkpoint import reader, writer
-from megatrain.checkpoint.files import MANIFEST_FILE
+from megatrain.checkpoint.format import MANIFEST_FILE
 from megatrain.checkpoint.reader import is_complete, latest_complete
-from megatrain.checkpoint.writer import checkpoint_bytes
 from megatrain.errors import UserError
 from megatrain.models.build import build_from_memory, refuse_other_config
 
@@ -105,7 +102,7 @@ def test_size_is_that_of_bf16_weights(llama: Path, tmp_path: Path):
     assert 2 * params < weights < 2 * params + headers
     assert 10 * params < state < 10 * params + 3 * headers
     total = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-    assert total <= checkpoint_bytes(hosted.store, 12)
+    assert total <= plan_of(hosted, tmp_path / "other", {}, llama).total_bytes
 
 
 def test_tied_weight_is_one_entry_and_stays_tied(tmp_path: Path):
@@ -154,19 +151,6 @@ def test_everything_but_weights_is_copied(llama: Path, tmp_path: Path):
     assert saved == config | {"torch_dtype": "bfloat16"}
     save_as(hosted, tmp_path / "trusted", {}, llama, trust_remote_code=True)
     assert (tmp_path / "trusted" / "modeling_odd.py").exists()
-
-
-def test_tokenizer_given_wins_over_the_source(llama: Path, tmp_path: Path):
-    (llama / "tokenizer.json").write_text("old")
-    words = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template="{{ messages }}")
-    hosted = trained(llama)
-    save_as(hosted, tmp_path / "ckpt", {}, llama, tokenizer=tokenizer)
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "ckpt")
-    assert loaded("b a")["input_ids"] == [1, 0]
-    assert loaded.chat_template == "{{ messages }}"
-    assert not (tmp_path / "ckpt" / ".scratch").exists()
 
 
 def test_model_from_memory(tmp_path: Path):

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from hosted import BY_NAME, Hosted, as_bits, assert_same_state, host_folder, load, save, save_family, trained
-from megatrain.checkpoint import files
-from megatrain.checkpoint.files import MARKER_FILE
+from megatrain.checkpoint import files, writer
+from megatrain.checkpoint.format import MARKER_FILE
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.errors import UserError
 
@@ -145,7 +145,7 @@ def test_temporary_folders_of_others_are_left_alone(llama: Path, tmp_path: Path)
     alive, elsewhere, foreign = runs / "a.tmp-1", runs / "b.tmp-999999", runs / "c.tmp-999999"
     for folder in (alive, elsewhere, foreign):
         folder.mkdir(parents=True)
-    identity = files._writer_identity()
+    identity = files.writer_identity()
     (alive / MARKER_FILE).write_text(json.dumps(identity))
     (elsewhere / MARKER_FILE).write_text(json.dumps(identity | {"host": "another", "pid": 999999}))
     save(trained(llama), runs / "step_1", llama)
@@ -159,7 +159,7 @@ def test_no_room_is_found_before_anything_is_written(llama: Path, tmp_path: Path
     """Case 24."""
     hosted = trained(llama)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12345))
-    with pytest.raises(UserError, match=r"needs [\d,]+ bytes .* 12,345 .* free"):
+    with pytest.raises(UserError, match=r"needs .* \([\d,]+ bytes\), .* \(12,345 bytes\) are free"):
         save(hosted, tmp_path / "new" / "ckpt", llama)
     assert not (tmp_path / "new").exists()
 
@@ -217,8 +217,6 @@ def test_truncated_and_missing_files_are_named(llama: Path, tmp_path: Path):
 
 
 def test_newer_format_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from megatrain.checkpoint import writer
-
     monkeypatch.setattr(writer, "FORMAT_VERSION", 99)
     hosted = trained(llama)
     target = save(hosted, tmp_path / "ckpt", llama)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint.files import MARKER_FILE, FolderWriter, _writer_identity
-from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION, STATE_FILE
+from megatrain.checkpoint.files import FolderWriter, writer_identity
+from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION, MARKER_FILE, STATE_FILE
 from megatrain.errors import UserError
 from megatrain.run.folder import RunFolder
 
@@ -134,7 +134,7 @@ def test_latest_names_the_newest(tmp_path: Path) -> None:
 
 def test_what_dead_processes_left_is_tidied_and_nothing_else(tmp_path: Path) -> None:
     run = make(tmp_path / "run", 1, 2)
-    dead = json.dumps({**_writer_identity(), "started": 1.0})
+    dead = json.dumps({**writer_identity(), "started": 1.0})
     half = run.checkpoints / "step_000003.tmp-1"
     half.mkdir()
     for folder in (half, run.checkpoint(2)):  # killed while it wrote one, and between the rename and the end of another

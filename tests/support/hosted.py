@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from families import FAMILIES, Family, build
-from megatrain.checkpoint.reader import load_checkpoint
-from megatrain.checkpoint.writer import plan_save, write_planned
+from megatrain.checkpoint.reader import OpenCheckpoint
+from megatrain.checkpoint.writer import SavePlan, plan_save, plan_units, write_planned
 from megatrain.host_memory.store import HostStore
 from megatrain.models.build import build_meta_model, load_model_config
 from megatrain.models.structure import Structure, dissect, persistent_buffers
@@ -94,26 +94,32 @@ def save(hosted: Hosted, target: Path, source: Path | None, **state) -> Path:
     return save_as(hosted, target, {"step": 1, **state}, source)
 
 
+def plan_of(
+    hosted: Hosted,
+    target: Path,
+    state: dict[str, Any],
+    source: Path | None,
+    *,
+    weights_only: bool = False,
+    **options: Any,
+) -> SavePlan:
+    units = plan_units(hosted.structure, hosted.buffers, AdamW(), weights_only)
+    return plan_save(target, hosted.structure, units, state, source, **options)
+
+
 def save_as(hosted: Hosted, target: Path, state: dict[str, Any], source: Path | None, **options: Any) -> Path:
-    """With further options of `plan_save`."""
-    plan = plan_save(
-        target,
-        structure=hosted.structure,
-        store=hosted.store,
-        optim=AdamW(),
-        buffers=hosted.buffers,
-        state=state,
-        source_folder=source,
-        **options,
-    )
+    """With further options of `plan_of`."""
+    plan = plan_of(hosted, target, state, source, **options)
     write_planned(plan, ((unit, hosted.store.on_host(unit.name)) for unit in plan.units))
     return target
 
 
 def load(target: Path, hosted: Hosted) -> dict:
-    return load_checkpoint(
-        target, structure=hosted.structure, store=hosted.store, optim=AdamW(), buffers=hosted.buffers
-    )
+    """Restore everything and return the state it was saved with."""
+    with OpenCheckpoint(target, hosted.structure, AdamW()) as opened:
+        for unit in hosted.structure.units:
+            opened.restore(unit, hosted.store, hosted.buffers)
+        return opened.state
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The model card of an export: what the Hugging Face hub reads, and what a person should know of how the model was made.
+"""The model card of an export: metadata for the Hugging Face hub, and how the model was trained.
 
-A checkpoint knows the settings of its run. The run's folder, where the checkpoint still lies in one, knows more: the whole
-config, the losses, and their picture.
+A checkpoint knows the settings of its run. The run's folder, if the checkpoint is still in one, adds the whole config, the
+losses, and their plot. Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import CardData, metadata_load
+from yaml import YAMLError
 
 from megatrain import __version__
 from megatrain.config.load import dump_config, load_config
@@ -30,13 +32,13 @@ HUB_ID = r"[\w.-]+/[\w.-]+"
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the folder of a run says of it up to a checkpoint.
+    """What a run's folder says about it, up to the step of a checkpoint.
 
     Attributes:
-        name: The folder's.
-        config: The config; None: it cannot be read.
-        records: Of the steps up to the checkpoint.
-        curve: The picture, if there is one.
+        name: Name of the folder.
+        config: None if it cannot be read.
+        records: Records of the steps.
+        curve: The plot, if there is one.
     """
 
     name: str
@@ -46,17 +48,17 @@ class RunFiles:
 
 
 def run_of(checkpoint: Path, step: int) -> RunFiles | None:
-    """The run that a checkpoint lies in; None if it lies elsewhere."""
+    """The run whose folder the checkpoint is in, or None."""
     folder = checkpoint.resolve().parent.parent
     if checkpoint.resolve().parent.name != "checkpoints" or not (folder / "config.yaml").is_file():
         return None
     try:
         config = load_config(folder / "config.yaml")
-    except UserError:  # of another version; a card can do without
+    except UserError:  # of another version
         config = None
     try:
         records = [record for record in read_records(folder / "metrics.jsonl") if record.step <= step]
-    except UserError:  # damaged; the weights are what matters here
+    except UserError:  # damaged
         records = []
     return RunFiles(folder.name, config, records, folder / CURVE if (folder / CURVE).is_file() else None)
 
@@ -64,14 +66,14 @@ def run_of(checkpoint: Path, step: int) -> RunFiles | None:
 def card_text(
     checkpoint: Path, extra: Mapping[str, Any], step: int, model: Mapping[str, Any], dtype: torch.dtype
 ) -> str:
-    """The card.
+    """The card of a checkpoint's export.
 
     Args:
-        checkpoint: Its folder.
-        extra: What it remembers of its run; see [Note: what a checkpoint remembers of its run] in resume.py.
+        checkpoint: The checkpoint's folder.
+        extra: What it stores about its run; see [Note: what a checkpoint remembers of its run] in run/resume.py.
         step: Optimizer steps taken.
-        model: Its config.json.
-        dtype: Type of the exported weights.
+        model: Content of its config.json.
+        dtype: Dtype of the exported weights.
     """
     run = run_of(checkpoint, step)
     parts = [
@@ -80,7 +82,7 @@ def card_text(
         f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{checkpoint.name}`.",
     ]
     if (checkpoint / CARD).is_file():
-        parts.append(f"The card of the model that training began with is in `{SOURCE_CARD}`.")
+        parts.append(f"The card of the model that training started from is in `{SOURCE_CARD}`.")
     parts.append(_table(_facts(extra, step, model, dtype, run)))
     if run is not None and run.curve is not None:
         parts.append(f"![Loss, learning rate, gradient norm and speed over the steps]({CURVE})")
@@ -96,25 +98,32 @@ def card_text(
 
 
 def _front_matter(checkpoint: Path, extra: Mapping[str, Any], model: Mapping[str, Any], run: RunFiles | None) -> str:
-    base = _base_model(extra, model, run)
-    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
-    if (checkpoint / CARD).is_file():
-        found = re.search(r"^license:.*$", (checkpoint / CARD).read_text(encoding="utf-8"), re.MULTILINE)
-        lines += [found[0]] if found else []
-    if base is not None:
-        lines.append(f"base_model: {base}")
-    return "\n".join(["---", *lines, "---"])
+    metadata = CardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=_license_of(checkpoint / CARD),
+        base_model=_base_model(extra, model, run),
+    )
+    return f"---\n{metadata.to_yaml()}\n---"
+
+
+def _license_of(card: Path) -> Any:
+    """The license in a card's metadata; None without a card or readable metadata."""
+    try:
+        return (metadata_load(card) or {}).get("license") if card.is_file() else None
+    except (ValueError, YAMLError):
+        return None
 
 
 def _base_model(extra: Mapping[str, Any], model: Mapping[str, Any], run: RunFiles | None) -> str | None:
-    """The hub id of the model that training began with; None where it had none, or none is known."""
+    """The hub id of the model that training started from; None if it has none, or none is known."""
     if run is not None and run.config is not None and run.config.model.init == "random":
         return None
     path = str(extra.get("model") or model.get("_name_or_path") or "")
     in_cache = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", path)
     if in_cache is not None:
         return f"{in_cache[1]}/{in_cache[2]}"
-    # A folder's path may look like an id, also one that is not there any more.
+    # the path of a folder, even of one that is gone, may look like an id
     is_id = re.fullmatch(HUB_ID, path) and not Path(path).exists() and cached_snapshot(path) is not None
     return path if is_id else None
 
@@ -138,7 +147,7 @@ def _facts(
         elif validated:
             facts["validation loss, first and last"] = f"{validated[0]:.4f}, {validated[-1]:.4f}"
     settings = {**(extra.get("schedule") or {}), **(extra.get("settings") or {})}
-    if "computed_in" in extra:  # what `auto` came to
+    if "computed_in" in extra:  # what `auto` chose
         settings["precision.compute_dtype"] = extra["computed_in"]
     facts |= {name: str(value) for name, value in settings.items() if value not in (None, [])}
     data = extra.get("data") or {}

@@ -1,7 +1,7 @@
-"""`megatrain export` and `megatrain verify`: a plain Hugging Face folder out of a checkpoint, and the check of every byte.
+"""`megatrain export`, a plain Hugging Face folder from a checkpoint, and `megatrain verify`, the comparison of every byte.
 
-The export goes unit by unit, like all reading and writing here: the exact masters of a unit are put together, rounded once to
-the type that is asked for, and written under checkpoint names. Then the folder is loaded as anybody would load it and compared.
+The export works unit by unit: the exact masters of a unit are read, rounded once to the target dtype, and written under
+checkpoint names. Then transformers loads the folder, and tensors and logits are compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.checkpoint.card import CARD, CURVE, SOURCE_CARD, card_text, run_of
-from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FolderWriter
-from megatrain.checkpoint.format import STATE_FILE, STATE_FOLDER, read_manifest
+from megatrain.checkpoint.files import FolderWriter, refuse_if_taken
+from megatrain.checkpoint.format import MANIFEST_FILE, MARKER_FILE, STATE_FILE, STATE_FOLDER, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
-from megatrain.checkpoint.writer import refuse_if_no_room, refuse_if_taken, weights_file_name, with_dtype, write_index
+from megatrain.checkpoint.writer import SLACK_BYTES, refuse_if_no_room, weights_file_name, with_dtype, write_index
 from megatrain.errors import UserError
 from megatrain.host_memory.store import split_
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
@@ -34,18 +33,13 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
 TRIAL_TOKENS = 16
-SLACK_BYTES = 16 << 20
 SINGLE_FILE = "model.safetensors"
 MAX_SHARD_BYTES = 50 * 10**9
-"""As transformers has it."""
+"""The default of transformers."""
 
 
 def find_checkpoint(given: Path) -> Path:
-    """The checkpoint that is meant: a checkpoint's own folder, or the newest complete one of a run.
-
-    Raises:
-        UserError: There is none.
-    """
+    """The checkpoint `given`, or the newest complete one of the run `given`. UserError if there is none."""
     if (given / MANIFEST_FILE).is_file():
         return given
     newest = latest_complete(given / "checkpoints") if (given / "checkpoints").is_dir() else None
@@ -64,29 +58,26 @@ def export(
     trust_remote_code: bool = False,
     say: Say = logger.info,
 ) -> Path:
-    """Write a plain Hugging Face folder from a checkpoint, and prove that it loads and computes the same.
+    """Write a plain Hugging Face folder from a checkpoint, and verify that it loads and computes the same. Returns `out`.
 
     Args:
-        given: A checkpoint, or a run: its newest one.
+        given: A checkpoint, or a run, which stands for its newest checkpoint.
         out: The folder to make. It must not exist.
-        dtype: `bf16`, `fp16` or `fp32`; None: the type of the model that training began with.
-        max_shard_bytes: Size of a weights file; a model that fits is one file.
+        dtype: `bf16`, `fp16` or `fp32`; None: the dtype of the model that training started from.
+        max_shard_bytes: Largest size of a weights file; a model that fits is one file.
         trust_remote_code: Whether code in the checkpoint may run.
-        say: Takes lines for people.
-
-    Returns:
-        `out`.
+        say: Prints a line.
 
     Raises:
-        UserError: No such checkpoint, a damaged one, no room, or the folder that was written does not compute the same (it
-            is removed then).
+        UserError: There is no such checkpoint, it is damaged, the disk has no room, or the written folder, which is then
+            removed, does not compute the same.
     """
     source, out = find_checkpoint(Path(given)), Path(out)
     refuse_if_taken(out)
     manifest = read_manifest(source)
     if STATE_FILE not in manifest.files:
         raise UserError("holds weights only and is a plain model folder already", str(source), "copy it")
-    # The checkpoint's own bf16 model is what the checkpoint's names and shapes are of.
+    # The checkpoint's names and shapes are those of the bf16 model.
     config = load_model_config(source, trust_remote_code)
     structure = dissect(build_meta_model(config, compute_dtype=torch.bfloat16, trust_remote_code=trust_remote_code))
     with OpenCheckpoint(source, structure) as opened:
@@ -129,10 +120,10 @@ def verify_export(
     trust_remote_code: bool,
     say: Say = logger.info,
 ) -> None:
-    """Load a folder as anybody would, and compare it with the checkpoint: every tensor, then the logits of a few tokens.
+    """Load a folder with transformers and compare it with the checkpoint: every tensor, and the logits of a few tokens.
 
-    The logits are those of the loaded model and those of a model built from the checkpoint's config with the same weights
-    bound to it, so that everything but the weights (config, buffers, ties) is compared as well.
+    The other logits are those of a model built from the checkpoint's config with the loaded weights bound to it. This compares
+    everything but the weights, too: config, buffers, ties.
 
     Raises:
         UserError: Something differs.
@@ -143,11 +134,11 @@ def verify_export(
             folder, dtype=target, output_loading_info=True, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"is not loaded by transformers: {error}", where) from error
+        raise UserError(f"transformers cannot load it: {error}", where) from error
     loaded, info = made
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            raise UserError(f"does not load as it should: {kind} {sorted(map(str, info[kind]))[:3]}", where)
+            raise UserError(f"transformers finds {kind}: {sorted(map(str, info[kind]))[:3]}", where)
     loaded = loaded.eval()
     state = loaded.state_dict()
     structure = dissect(plain)
@@ -173,26 +164,12 @@ def verify_export(
         say(f"warning: {where}: the logits are not finite")
 
 
-@dataclass(frozen=True)
-class VerifySummary:
-    """What `verify` found.
-
-    Attributes:
-        folder: The checkpoint.
-        files, total_bytes: What was read.
-    """
-
-    folder: Path
-    files: int
-    total_bytes: int
-
-
-def verify(given: str | Path, *, say: Say = logger.info) -> VerifySummary:
-    """Compare every byte of a checkpoint with its checksum.
+def verify(given: str | Path, *, say: Say = logger.info) -> int:
+    """Compare every byte of a checkpoint with its checksum. Returns the number of bytes.
 
     Args:
-        given: A checkpoint, or a run: its newest one.
-        say: Takes lines for people.
+        given: A checkpoint, or a run, which stands for its newest checkpoint.
+        say: Prints a line.
 
     Raises:
         UserError: Files are damaged or missing; names each, with its first damaged tensor.
@@ -205,14 +182,14 @@ def verify(given: str | Path, *, say: Say = logger.info) -> VerifySummary:
         raise UserError(
             f"{len(found)} of {files} files damaged:\n{lines}",
             str(folder),
-            f"restore them, or go on from {other}" if other else "restore them, or take another checkpoint",
+            f"restore them, or continue from {other}" if other else "restore them, or take another checkpoint",
         )
     say(f"{folder}: {counted(files, 'file')}, {total_bytes:,} bytes, all checksums are right")
-    return VerifySummary(folder, files, total_bytes)
+    return total_bytes
 
 
 def _goes_along(name: str, source: Path) -> bool:
-    """Everything but weights, state and what is written anew."""
+    """Whether a file is copied: all are but weights, state, and what is written anew."""
     own = {"config.json", STATE_FILE, MANIFEST_FILE, MARKER_FILE, SOURCE_CARD}
     is_weights = name.endswith((".safetensors", ".index.json"))
     return not is_weights and name not in own and not name.startswith(STATE_FOLDER + "/")
@@ -225,7 +202,7 @@ def _target_dtype(asked: str | None, source_dtype: str | None) -> torch.dtype:
 
 
 def _rounded(master: torch.Tensor, target: torch.dtype, keep_fp32: bool) -> torch.Tensor:
-    """The master in the type it is exported in; bf16 is rounded as in training, so that it is the weight training used."""
+    """The master in its exported dtype. bf16 is rounded as in training, to the very weights that training computed with."""
     if keep_fp32 or target == torch.float32:
         return master
     if target == torch.bfloat16:
@@ -245,7 +222,7 @@ def _described(
     target: torch.dtype,
     keep_fp32: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """Meta tensors of a unit's parameters and persistent buffers as they are exported, by module name."""
+    """Meta tensors like a unit's exported parameters and persistent buffers, by module name."""
     owner = unit_of_names(structure)
     found = {
         full: torch.empty(
@@ -268,9 +245,9 @@ def _write_weights(
     Args:
         folder: Receives the files.
         structure: The model.
-        units: Module tensors of each unit, made when they are asked for: one unit is in memory at a time.
-        described: For each of these, meta tensors of the same names, shapes and types.
-        max_shard_bytes: A file is not larger, unless a single tensor is.
+        units: Module tensors of each unit, read when iterated: one unit is in memory at a time.
+        described: For each unit, meta tensors of the same names, shapes and dtypes.
+        max_shard_bytes: Largest size of a file, except for one larger tensor.
     """
     model = structure.model
     assert isinstance(model, PreTrainedModel), type(model)
@@ -279,7 +256,7 @@ def _write_weights(
     names = [SINGLE_FILE] if len(shards) == 1 else [weights_file_name(n + 1, len(shards)) for n in range(len(shards))]
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     with ExitStack() as stack:
-        # All shards are open, because a unit may lie in several.
+        # All shards are open at once, because a unit may be spread over several.
         writers = {
             name: stack.enter_context(folder.tensors_by_and_by(name, shard))
             for name, shard in zip(names, shards, strict=True)
@@ -295,7 +272,7 @@ def _write_weights(
 
 
 def plan_shards(tensors: Sequence[tuple[str, torch.Tensor]], max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Tensors in their order, cut into groups of at most `max_shard_bytes`; one that is larger is a group of its own."""
+    """The tensors, in order, in groups of at most `max_shard_bytes`; a larger tensor is a group by itself."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     room = max_shard_bytes
     for key, tensor in tensors:

@@ -1,25 +1,28 @@
-"""Files with checksums, and folders that appear whole or not at all.
+"""Files with checksums, and folders that appear complete or not at all.
+
+Safetensors files are written here and not by the safetensors library, which wants all tensors of a file at once, in memory of
+their final type. A checkpoint's tensors come one at a time, and this writer checksums them on the way, syncs to disk while
+it writes, reports progress, can be cancelled, and says which file the system refused.
 
 [Note: life of a checkpoint folder]
-A folder is written as `<name>.tmp-<pid>` with a marker file in it that says which process writes. Every file is checksummed
-while it is written and fsynced; then come the manifest, an fsync of the folder, the read-back of every file against its
-checksum, the rename to `<name>`, and last the removal of the marker. So a folder under its own name is complete and was once
-read from the disk as it was meant; anything else is named `.tmp-<pid>` or lacks a valid manifest, and no reader looks at it.
-A writer that dies leaves only such a temporary folder, which the next writer in the same place removes once it sees that the
-process is gone. A folder is removed the same way backwards: marked, renamed, emptied, and the marker last.
+A folder is written as `<name>.tmp-<pid>`, with a marker file in it that names the process that writes. Every file is
+checksummed while it is written, and synced. Then follow: the manifest, a sync of the folder, reading every file back and
+comparing it with its checksum, the rename to `<name>`, and the removal of the marker. So a folder under its own name is
+complete, and was read from disk once as it was written. Every other folder is named `.tmp-<pid>` or lacks a valid manifest,
+and readers ignore it. A writer that dies leaves only a temporary folder, which the next writer in the same place removes
+once the process is gone. Removing a folder runs backwards: marked, renamed, emptied, and the marker last.
 
 [Note: several writers]
-On a file system that several hosts share, processes of other hosts may write files into a folder that one process has made. Each
-checksums, fsyncs and reads back its own files, and hands their records to the one that made the folder, which alone writes
-the manifest, renames and removes. The marker names that one: when it is gone, nobody else will finish the folder. A writer of
-another host may outlive it for a moment; it makes no folder of that name again, so what was removed stays removed.
+On a file system that hosts share, processes of other hosts may write files into a folder that one process has made. Each of
+them checksums, syncs and reads back its own files, and gives their records to the process that made the folder, which alone
+writes the manifest, renames and removes. The marker names that process: once it is gone, nobody can finish the folder. A
+writer of another host may outlive it for a moment, but makes no folder of that name again: a removed folder stays removed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import re
 import shutil
@@ -29,101 +32,53 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import psutil
 import torch
 
+from megatrain.checkpoint.format import (
+    MANIFEST_FILE,
+    MARKER_FILE,
+    PIECE_BYTES,
+    FileRecord,
+    canonical,
+    damaged,
+    damages,
+    safetensors_header,
+    tensor_bytes,
+    tensor_crc32,
+)
 from megatrain.errors import UserError
-from megatrain.units import SAFETENSORS_DTYPES, torch_dtype
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_FILE = "manifest.json"
-MARKER_FILE = ".megatrain-partial"
-PIECE_BYTES = 32 << 20
-READ_BACK_THREADS = 4
 CRC_THREADS = 4
-"""zlib's CRC-32 runs at 1 to 3 GB/s, and a tensor's is computed in one go: several tensors at a time keep up with a fast disk."""
+"""zlib's CRC-32 runs at 1 to 3 GB/s, a tensor at a time: several tensors at once keep up with a fast disk."""
 FLUSH_BYTES = 128 << 20
-"""So much of a file is sent to the disk while the rest is being written: the disk never waits for a file to end."""
+"""A file is synced after this many bytes, and again and again, while the rest is written: the disk does not wait for its end."""
 UNSYNCED = 3
 """Flushes and files that may wait for the disk while the next ones are written; bounds the dirty pages in the page cache."""
-
-DTYPES = {name: torch_dtype(name) for name in SAFETENSORS_DTYPES}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass
-class FileRecord:
-    """What the manifest says of a file. A safetensors file has one checksum per tensor, so that an error can name it.
-
-    Attributes:
-        size: Bytes.
-        crc32: Of the whole file; for safetensors of the part before the tensors' data.
-        tensors: CRC-32 of each tensor's bytes, for safetensors files.
-    """
-
-    size: int
-    crc32: int
-    tensors: dict[str, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"size": self.size, "crc32": self.crc32}
-        return record | {"tensors": self.tensors} if self.tensors else record
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> FileRecord:
-        tensors = {str(name): int(crc) for name, crc in record.get("tensors", {}).items()}
-        return cls(int(record["size"]), int(record["crc32"]), tensors)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy. The view keeps its memory alive."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def tensor_crc32(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor_bytes(tensor.contiguous()))
-
-
-def safetensors_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """The bytes before the data of a safetensors file, and the order of the tensors in it."""
-    # Wide types first: then every tensor starts at a multiple of its item size, whatever the sizes of the others.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, order
 
 
 class FilesWriter:
     """Writes files into a folder that another writer has made; see [Note: several writers].
 
-    Use as a context manager. All methods raise UserError, naming the file, when the system refuses a write.
+    A context manager. Every method raises UserError, naming the file, if the system refuses a write.
 
     Args:
-        temp: Where the folder is now.
-        target: The name that it will get, for errors.
-        on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the writing.
+        temp: The folder's current path.
+        target: Its final path, for errors.
+        on_bytes: Called with the number of bytes after each piece written; what it raises ends the writing.
     """
 
     def __init__(self, temp: Path, target: Path, on_bytes: Callable[[int], None] = lambda count: None):
         self.temp, self.target, self.on_bytes = temp, target, on_bytes
         self.read_back_s = 0.0
         self.records: dict[str, FileRecord] = {}
-        """Of what this process wrote."""
+        """The files that this process has written."""
         self._settled: set[str] = set()
         self._crc_threads = ThreadPoolExecutor(CRC_THREADS, "checkpoint-crc")
         self._sync_thread = ThreadPoolExecutor(1, "checkpoint-fsync")
@@ -132,18 +87,16 @@ class FilesWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close_files()
 
     def close_files(self) -> None:
-        """Wait for what was handed to the disk; nothing can be written any more."""
+        """Wait for pending syncs. Nothing can be written afterwards."""
         self._crc_threads.shutdown()
         self._sync_thread.shutdown()
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a safetensors file from CPU tensors, straight from their memory where they are contiguous."""
+        """Write a safetensors file from CPU tensors, without copying contiguous ones."""
         with self.tensors_by_and_by(name, tensors) as write:
             for key in safetensors_header(tensors)[1]:
                 write(key, tensors[key])
@@ -152,14 +105,14 @@ class FilesWriter:
     def tensors_by_and_by(
         self, name: str, described: Mapping[str, torch.Tensor]
     ) -> Iterator[Callable[[str, torch.Tensor], None]]:
-        """Write a safetensors file whose tensors come one by one, in any order.
+        """Write a safetensors file whose tensors come one at a time, in any order.
 
         Args:
             name: The file.
-            described: Tensors with the shapes and types of those that come; their values are not looked at.
+            described: Tensors of the right shapes and dtypes; their values are not read.
 
         Yields:
-            write(key, tensor): must be called once for each. The tensor must not change before the file is complete.
+            write(key, tensor), to be called once for each key. The tensor must not change before the file is complete.
         """
         header, order = safetensors_header(described)
         places: dict[str, int] = {}
@@ -199,7 +152,6 @@ class FilesWriter:
         self.write_bytes(name, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
     def copy_file(self, name: str, source: Path) -> None:
-        """Copy a file's content, a piece at a time."""
         crc = 0
         with self._file(name) as file, source.open("rb") as stream:
             while piece := stream.read(PIECE_BYTES):
@@ -208,9 +160,10 @@ class FilesWriter:
         self.records[name] = FileRecord(file.size, crc)
 
     def settle(self) -> None:
-        """Return when everything written so far is durable, and was read from the disk again and compared with its record.
+        """Return when everything written so far is on disk, and was read back and compared with its record.
 
-        The files' pages were dropped from the cache after the fsync. What an earlier call has compared is not read again.
+        Reading back reaches the disk, because a file's pages leave the cache after its sync. Files that an earlier call has
+        compared are not read again.
         """
         self._wait_for_syncs(0)
         new = {name: record for name, record in self.records.items() if name not in self._settled}
@@ -224,7 +177,7 @@ class FilesWriter:
             raise UserError(
                 f"was not read back as it was written: {problem.what}",
                 problem.where,
-                "the disk or its controller is not to be trusted; the state in memory and older checkpoints are untouched",
+                "do not trust the disk or its controller; the state in memory and older checkpoints are untouched",
             )
         self._settled |= new.keys()
         self.read_back_s += time.perf_counter() - started
@@ -233,10 +186,14 @@ class FilesWriter:
         self._wait_for_syncs(UNSYNCED)
         return _OpenFile(self, name)
 
-    def _sync_later(self, name: str, fd: int, flush: Callable[[int], None]) -> None:
-        """Have `flush(fd)` called in the thread that does so in order."""
+    def sync_later(self, name: str, fd: int, flush: Callable[[int], None]) -> None:
+        """Queue `flush(fd)` for the sync thread; waits while more than UNSYNCED are queued."""
         self._wait_for_syncs(UNSYNCED)
         self._syncs.append((name, self._sync_thread.submit(flush, fd)))
+
+    def close_later(self, fd: int) -> None:
+        """Close a file after its queued flushes."""
+        self._sync_thread.submit(os.close, fd)
 
     def _wait_for_syncs(self, left: int) -> None:
         while len(self._syncs) > left:
@@ -248,14 +205,13 @@ class FilesWriter:
 
 
 class FolderWriter(FilesWriter):
-    """Writes one folder that appears whole or not at all; see [Note: life of a checkpoint folder].
+    """Makes one folder that appears complete or not at all; see [Note: life of a checkpoint folder].
 
-    Use as a context manager. Leaving it without `commit` removes what was written. All methods raise UserError, naming the
-    file, when the system refuses a write.
+    A context manager: leaving it without `commit` or `finish_plain` removes what was written.
 
     Args:
         target: The folder to make. It must not exist, or be empty.
-        on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the writing.
+        on_bytes: See `FilesWriter`.
     """
 
     def __init__(self, target: Path, on_bytes: Callable[[int], None] = lambda count: None):
@@ -266,17 +222,19 @@ class FolderWriter(FilesWriter):
     def __enter__(self) -> Self:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.target)
+            if is_unfinished(self.target):
+                logger.warning("removing %s, an unfinished checkpoint", self.target)
+                _remove_unfinished(self.target)
+            refuse_if_taken(self.target)
+            remove_leftovers(self.target.parent, self.target)
             self.temp.mkdir()
-            (self.temp / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
+            (self.temp / MARKER_FILE).write_text(json.dumps(writer_identity()), encoding="utf-8")
         except OSError as error:
             self.close_files()
             raise _refused(error, self.target) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close_files()
         if self._committed:
             return
@@ -285,19 +243,8 @@ class FolderWriter(FilesWriter):
         except OSError as problem:
             logger.warning("could not remove %s: %s", self.temp, problem)
 
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A folder for files that other code writes, to be copied with `copy_file`. It is gone before the commit."""
-        path = self.temp / ".scratch"
-        try:
-            path.mkdir()
-            yield path
-            shutil.rmtree(path)
-        except OSError as error:
-            raise _refused(error, self.target) from error
-
     def take_over(self, records: Mapping[str, FileRecord]) -> None:
-        """Let files that other writers wrote, and read back, belong to the folder. See [Note: several writers]."""
+        """Add files that other writers have written and read back. See [Note: several writers]."""
         for name, record in records.items():
             try:
                 size = (self.temp / name).stat().st_size
@@ -308,22 +255,19 @@ class FolderWriter(FilesWriter):
         self._of_others |= records
 
     def commit(self, manifest: Mapping[str, Any]) -> None:
-        """Make the folder durable and give it its name. `manifest` is completed with the file records and a checksum."""
+        """Complete `manifest` with the file records and a checksum, write it, and give the folder its name."""
         self._wait_for_syncs(0)
         records = sorted((self.records | self._of_others).items())
         body = dict(manifest) | {"files": {name: record.to_json() for name, record in records}}
         self.write_json(MANIFEST_FILE, body | {"crc32": zlib.crc32(canonical(body))})
-        self._finish(lambda: None)
+        self.finish_plain()
 
-    def finish_plain(self, check: Callable[[], object]) -> None:
-        """The same for a folder that is no checkpoint and has no manifest.
+    def finish_plain(self, check: Callable[[], object] = lambda: None) -> None:
+        """Give the folder its name, without a manifest.
 
         Args:
             check: Called when everything is in `temp` and was read back; what it raises keeps the folder from appearing.
         """
-        self._finish(check)
-
-    def _finish(self, check: Callable[[], object]) -> None:
         self.settle()
         try:
             check()
@@ -334,12 +278,12 @@ class FolderWriter(FilesWriter):
             raise _refused(error, self.target) from error
         try:
             (self.target / MARKER_FILE).unlink()
-        except OSError as error:  # it says nothing beside a manifest
+        except OSError as error:  # beside a manifest it means nothing
             logger.warning("could not remove %s: %s", self.target / MARKER_FILE, error)
 
 
 class _OpenFile:
-    """One file being written; leaving hands it to the fsync thread."""
+    """A file being written. Leaving the block hands it to the sync thread, which closes it."""
 
     def __init__(self, folder: FilesWriter, name: str):
         self._folder, self._name, self.size = folder, name, 0
@@ -349,7 +293,7 @@ class _OpenFile:
     def __enter__(self) -> _OpenFile:
         path = self._folder.temp / self._name
         try:
-            if path.parent != self._folder.temp:  # which is not made again where it has been removed
+            if path.parent != self._folder.temp:  # `temp` itself is not made again if it was removed
                 path.parent.mkdir(exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -361,201 +305,35 @@ class _OpenFile:
     ) -> None:
         try:
             if error is None:
-                self._folder._sync_later(self._name, self._fd, _sync_and_close)
+                self._folder.sync_later(self._name, self._fd, _sync_and_close)
                 return
         except BaseException:  # an earlier file was refused
-            self._folder._sync_thread.submit(os.close, self._fd)
+            self._folder.close_later(self._fd)
             raise
-        self._folder._sync_thread.submit(os.close, self._fd)  # behind its flushes
+        self._folder.close_later(self._fd)
 
     def seek(self, offset: int) -> None:
-        """Let the next `append` write there; each byte of the file is to be written once."""
+        """Set where the next `append` writes. Each byte of the file must be written once."""
         os.lseek(self._fd, offset, os.SEEK_SET)
 
     def append(self, data: memoryview) -> None:
-        """Write `data` behind what was written last, or where `seek` went; a piece at a time."""
+        """Write `data` after what was written last, or where `seek` went, a piece at a time."""
         for start in range(0, len(data), PIECE_BYTES):
-            self._write(data[start : start + PIECE_BYTES])
-
-    def _write(self, piece: memoryview) -> None:
-        try:
-            while piece:
-                written = os.write(self._fd, piece)
-                piece, self.size = piece[written:], self.size + written
-                self._folder.on_bytes(written)
-        except OSError as error:
-            raise _refused(error, self._folder.target / self._name) from error
-        if self.size - self._flushed >= FLUSH_BYTES:
-            self._flushed = self.size
-            self._folder._sync_later(self._name, self._fd, os.fdatasync)
-
-
-class SafetensorsReader:
-    """Reads tensors of one safetensors file of a checkpoint and verifies each against its record.
-
-    Thread safe: reads are positional.
-
-    Raises:
-        UserError: The file is unreadable or damaged; names file and tensor.
-    """
-
-    def __init__(self, path: Path, record: FileRecord):
-        self.path, self._record = path, record
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise damaged(path, error.strerror or str(error)) from error
-        try:
-            self._entries, self._data_start = self._read_header()
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._fd)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name]["shape"])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._entries[name]["dtype"]]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A new tensor."""
-        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.read_into(name, tensor)
-        return tensor
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Read into the memory of `out`, which has the tensor's shape and dtype and is contiguous."""
-        assert (tuple(out.shape), out.dtype) == (self.shape(name), self.dtype(name)), (name, out.shape, out.dtype)
-        begin, end = self._entries[name]["data_offsets"]
-        view = tensor_bytes(out)
-        assert len(view) == end - begin, (name, len(view), begin, end)
-        if self._pread(view, self._data_start + begin) != self._record.tensors.get(name):
-            raise damaged(self.path, f"tensor {name}: checksum differs")
-
-    def read_box(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor, as a new one. Only its pages are read, and nothing is verified: see `verify`."""
-        kind, shape = self.dtype(name), self.shape(name)
-        plain = np.dtype(f"i{kind.itemsize}")
-        begin = self._data_start + self._entries[name]["data_offsets"][0]
-        if 0 in shape:
-            return torch.empty(shape, dtype=kind)[box]
-        try:
-            whole = np.memmap(self.path, dtype=plain, mode="r", offset=begin, shape=shape)
-            return torch.from_numpy(np.array(whole[box])).view(kind)
-        except (OSError, ValueError) as error:
-            raise damaged(self.path, str(error)) from error
-
-    def recorded_crc32(self, name: str) -> int | None:
-        """What `verify` compares a tensor's bytes with."""
-        return self._record.tensors.get(name)
-
-    def verify(self, name: str, buffer: mmap.mmap) -> None:
-        """Read a tensor a piece at a time through `buffer`, and keep nothing of it."""
-        begin, end = self._entries[name]["data_offsets"]
-        crc = 0
-        view = memoryview(buffer)
-        for start in range(begin, end, len(buffer)):
-            crc = self._pread(view[: min(len(buffer), end - start)], self._data_start + start, crc)
-        if crc != self._record.tensors.get(name):
-            raise damaged(self.path, f"tensor {name}: checksum differs")
-
-    def _pread(self, view: memoryview, offset: int, crc: int = 0) -> int:
-        """Fill `view` from the file; returns its CRC-32, going on from `crc`."""
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            done = 0
-            while done < len(piece):
-                try:
-                    count = os.preadv(self._fd, [piece[done:]], offset + start + done)
-                except OSError as error:
-                    raise damaged(self.path, error.strerror or str(error)) from error
-                if count == 0:
-                    raise damaged(self.path, "the file ends too early")
-                done += count
-            crc = zlib.crc32(piece, crc)
-        return crc
-
-    def _read_header(self) -> tuple[dict[str, Any], int]:
-        size = os.fstat(self._fd).st_size
-        if size != self._record.size:
-            raise damaged(self.path, f"has {size} bytes, {self._record.size} were written")
-        length = bytearray(8)
-        self._pread(memoryview(length), 0)
-        header = bytearray(min(int.from_bytes(length, "little"), size))
-        self._pread(memoryview(header), 8)
-        if zlib.crc32(header, zlib.crc32(length)) != self._record.crc32:
-            raise damaged(self.path, "the header's checksum differs")
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        return entries, 8 + len(header)
-
-
-def canonical(value: Any) -> bytes:
-    """The bytes that a JSON value's checksum is taken over: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def read_verified(path: Path, record: FileRecord) -> bytes:
-    """The content of a small file, verified."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise damaged(path, error.strerror or str(error)) from error
-    if (len(data), zlib.crc32(data)) != (record.size, record.crc32):
-        raise damaged(path, "checksum differs")
-    return data
-
-
-def damages(
-    folder: Path, records: Mapping[str, FileRecord], between: Callable[[], None] = lambda: None
-) -> Iterator[UserError]:
-    """Every file of a folder that differs from its record, as an error that names it, and its first wrong tensor.
-
-    Args:
-        folder: Where the files are.
-        records: What they should be.
-        between: Called before each tensor, in several threads; what it raises ends the reading.
-    """
-    with ThreadPoolExecutor(READ_BACK_THREADS, "checkpoint-verify") as pool:
-        for problem in pool.map(lambda item: _damage(folder / item[0], item[1], between), records.items()):
-            if problem is not None:
-                yield problem
-
-
-def _damage(path: Path, record: FileRecord, between: Callable[[], None]) -> UserError | None:
-    try:
-        if not path.name.endswith(".safetensors"):
-            read_verified(path, record)
-            return None
-        # A mapping of its own, gone with its last view: from the heap, buffers of changing threads would stay for ever.
-        piece = mmap.mmap(-1, max(1, min(PIECE_BYTES, record.size)))
-        with SafetensorsReader(path, record) as reader:
-            for name in reader.names:
-                between()
-                reader.verify(name, piece)
-    except UserError as error:
-        return error
-    return None
-
-
-def damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the checkpoint is damaged: {what}", str(path), "restore the file, or take another checkpoint")
+            piece = data[start : start + PIECE_BYTES]
+            try:
+                while piece:
+                    written = os.write(self._fd, piece)
+                    piece, self.size = piece[written:], self.size + written
+                    self._folder.on_bytes(written)
+            except OSError as error:
+                raise _refused(error, self._folder.target / self._name) from error
+            if self.size - self._flushed >= FLUSH_BYTES:
+                self._flushed = self.size
+                self._folder.sync_later(self._name, self._fd, os.fdatasync)
 
 
 def _refused(error: OSError, path: Path) -> UserError:
-    """What the system said about writing `path`, for a person."""
+    """The system's refusal to write `path`."""
     remedy = "free space or change the folder; the state in memory and older checkpoints are untouched"
     return UserError(f"cannot be written: {error.strerror or error}", str(path), remedy)
 
@@ -563,7 +341,7 @@ def _refused(error: OSError, path: Path) -> UserError:
 def _sync_and_close(fd: int) -> None:
     try:
         os.fsync(fd)
-        # Written once, read perhaps never: leave the page cache to those who need it. Host memory is nearly full.
+        # The file may never be read again, and host memory is nearly full: leave the page cache to others.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
@@ -577,44 +355,43 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Refuse a target that holds something; remove what dead writers left beside it, or under its name."""
-    if target.is_dir() and (target / MARKER_FILE).is_file() and not (target / MANIFEST_FILE).exists():
-        logger.warning("removing %s, an unfinished checkpoint", target)
-        _remove_unfinished(target)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError("exists already; nothing is overwritten", str(target), "choose another folder, or move it away")
-    remove_leftovers(target.parent, target)
+def is_unfinished(folder: Path) -> bool:
+    """Whether a writer died after it had given the folder its name, or while it removed it."""
+    return (folder / MARKER_FILE).is_file() and not (folder / MANIFEST_FILE).exists()
+
+
+def refuse_if_taken(folder: Path) -> None:
+    """Raise UserError if `folder` holds anything but a dead writer's unfinished files."""
+    if folder.exists() and not is_unfinished(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError("exists already; nothing is overwritten", str(folder), "choose another folder, or move it away")
 
 
 def remove_leftovers(parent: Path, target: Path | None = None) -> None:
     """Remove the temporary folders in `parent` whose writers are gone.
 
     Args:
-        parent: Where checkpoints are.
-        target: What this process is about to write, if it is.
+        parent: The folder of checkpoints.
+        target: What this process is about to write, if anything.
     """
     for folder in parent.iterdir():
         if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
             try:
                 _remove_unfinished(folder)
-            except (
-                OSError
-            ) as error:  # another host's writer may still put files into it; its marker is left for the next time
+            except OSError as error:  # a writer of another host still adds files; the marker stays for the next time
                 logger.warning("could not remove all of %s: %s", folder, error)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a checkpoint so that at no moment a part of it looks like one, and a part that is left gets removed later."""
-    (folder / MARKER_FILE).write_text(json.dumps(_writer_identity()), encoding="utf-8")
+    """Remove a checkpoint so that no part of it ever looks like one, and a part that is left is removed later."""
+    (folder / MARKER_FILE).write_text(json.dumps(writer_identity()), encoding="utf-8")
     doomed = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     folder.rename(doomed)
     _remove_unfinished(doomed)
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """The marker goes last: until then the next writer knows what the folder is, should this process die here."""
+    """Remove a marked folder. The marker goes last: if this process dies, the next writer still knows what the folder is."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -624,16 +401,16 @@ def _remove_unfinished(folder: Path) -> None:
     folder.rmdir()
 
 
-def _writer_identity() -> dict[str, Any]:
-    """The start time tells a process from a later one with the same id."""
+def writer_identity() -> dict[str, Any]:
+    """Content of a marker file. The start time tells this process from a later one with the same id."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def _is_dead(folder: Path, target: Path | None) -> bool:
-    """Whether a temporary folder is ours and its writer is gone. In doubt (another host, no marker) it is left alone."""
+    """Whether a temporary folder was made on this host by a process that is gone. In doubt (no marker) it is left alone."""
     own = target is not None and folder.name == f"{target.name}.tmp-{os.getpid()}"
     if own and not any(folder.iterdir()):
-        return True  # a process that had our id died between the two lines that make a folder and its marker
+        return True  # an earlier process with our id died between making the folder and its marker
     try:
         writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
         host, pid, started = writer["host"], writer["pid"], writer["started"]

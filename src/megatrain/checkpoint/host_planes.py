@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint.async_save import SaveSource
 from megatrain.checkpoint.manager import CheckpointPolicy, SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint, RunningLoad
-from megatrain.checkpoint.writer import SavePlan, plan_save, write_planned
+from megatrain.checkpoint.writer import SavePlan, plan_save, plan_units, write_planned
 from megatrain.device.copier import HostReader
 from megatrain.errors import PlanRefused
 from megatrain.host_memory.arena import PAGE_BYTES, Arena
@@ -467,18 +467,8 @@ class HostCheckpoints(CheckpointPolicy):
     def open_source(self, directory: Path, state: Mapping[str, Any], options: SaveOptions) -> HostPlanes:
         twin = self._checkpoint_structure()
         assert isinstance(twin.model, PreTrainedModel)
-        plan = plan_save(
-            directory,
-            structure=self._structure,
-            store=self._store,
-            optim=self._optim,
-            buffers=self._buffers,
-            state=state,
-            source_folder=self._source_folder,
-            trust_remote_code=self._trust_remote_code,
-            weights_only=options.weights_only,
-            model=twin.model,
-        )
+        units = plan_units(self._structure, self._buffers, self._optim, options.weights_only, twin.model)
+        plan = plan_save(directory, self._structure, units, state, self._source_folder, self._trust_remote_code)
         buffer_bytes = options.buffer_bytes
         if buffer_bytes is None:  # if nobody trains meanwhile, copying one unit at a time is as fast
             buffer_bytes = self._default_buffer_bytes() if options.background else 0

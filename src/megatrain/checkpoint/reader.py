@@ -1,14 +1,13 @@
-"""Reads checkpoints back into the planes, exactly, and finds the newest complete one.
+"""Reads checkpoints back into the planes, bit for bit, and finds the newest complete one.
 
-Nothing is trusted without a manifest, and every byte that is used is compared with its checksum. The reader does not care how the
-weights were sharded, nor whether the store keeps split or whole masters.
+Nothing is trusted without a manifest, and every byte used is compared with its checksum. It does not matter how the weights
+were sharded, or whether the store keeps split or whole masters.
 
 [Note: lazy reading]
 `RunningLoad` restores unit after unit in a thread, in forward order, straight into the planes; the weights of one unit are the
-only extra memory. Each unit has a future. The gate that a unit's weights pass on their way to the device waits for it, as it
-waits for the unit's updates: the first forward starts when the first units are there, and the rest streams in ahead of it.
-After an error the units that are missing have futures that raise it, whoever asks and however often: the planes hold a mixture,
-which nobody may train on.
+only extra memory. Each unit has a future. Fetching a unit's weights waits for it as it waits for the unit's updates, so the
+first forward starts when the first units are restored, and the others stream in ahead of it. After an error the futures of the
+missing units raise it, every time: the planes hold a mixture, on which nobody may train.
 """
 
 from __future__ import annotations
@@ -17,31 +16,29 @@ import json
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain.checkpoint.files import (
-    MANIFEST_FILE,
-    PIECE_BYTES,
-    SafetensorsReader,
-    damaged,
-    damages,
-    read_verified,
-    tensor_crc32,
-)
 from megatrain.checkpoint.format import (
     DEFAULT_OPTIMIZER,
+    MANIFEST_FILE,
+    PIECE_BYTES,
     STATE_FILE,
     STATE_FOLDER,
     Manifest,
+    SafetensorsReader,
+    damaged,
+    damages,
     from_json,
     read_manifest,
+    read_verified,
     state_key,
+    tensor_crc32,
 )
 from megatrain.errors import MegatrainError, UserError
 from megatrain.host_memory.store import HostStore, UnitPlanes, join
@@ -58,72 +55,32 @@ Box = tuple[slice, ...]
 """A part of a tensor, a slice of each dimension."""
 
 
-class LoadCancelled(MegatrainError):
-    """The load was given up on purpose; what it would have restored is missing."""
-
-
-def load_checkpoint(
-    directory: str | Path,
-    *,
-    structure: Structure,
-    store: HostStore,
-    optim: OptimizerSpec,
-    buffers: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
-    """Restore masters, optimizer states and buffers bit for bit, and return when they are there.
-
-    Args:
-        directory: A complete checkpoint of the same model.
-        structure: The model.
-        store: Receives masters and states. After an error it holds a mixture and must be loaded again.
-        optim: The optimizer whose states they are.
-        buffers: The model's buffers by full name; those that belong to the weights are filled in place.
-
-    Returns:
-        The `state` that the checkpoint was saved with.
-
-    Raises:
-        UserError: Not a complete checkpoint, another model's, or damaged; the message names the file and the tensor, and the
-            newest other checkpoint beside it.
-    """
-    with OpenCheckpoint(directory, structure, optim) as opened:
-        for unit in structure.units:
-            opened.restore(unit, store, buffers)
-        return opened.state
-
-
 class OpenCheckpoint:
-    """A complete checkpoint whose small files and headers have been verified. Its tensors are verified as they are read.
+    """A complete checkpoint whose small files and headers were verified. Tensors are verified as they are read.
 
-    Use as a context manager, or call `close`.
+    A context manager. Errors of damaged files name the newest other checkpoint in the same folder.
 
     Args:
         directory: The checkpoint.
-        structure: The model; its module tree must not be in use by others while units are read.
-        optim: The optimizer that goes on with it; None where only masters are read.
+        structure: The model; nobody else may use its module tree while units are read.
+        optim: The optimizer that continues from it; None if only masters are read.
 
     Raises:
-        UserError: As `load_checkpoint`, for everything but the tensors' data.
+        UserError: Not a complete checkpoint, one of another model or optimizer, or damaged.
     """
 
     def __init__(self, directory: str | Path, structure: Structure, optim: OptimizerSpec | None = None):
         self.directory = Path(directory)
         self._structure, self._optim = structure, optim
-        self._stack = ExitStack()
-        try:
-            self._open()
-        except UserError as error:
-            self.close()
-            raise self.with_alternative(error) from error
-        except BaseException:
-            self.close()
-            raise
+        with self._naming_another(), ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
 
-    def _open(self) -> None:
+    def _open(self, stack: ExitStack) -> None:
         directory, structure = self.directory, self._structure
         manifest = read_manifest(directory)
         saved = read_state(directory, manifest)
-        # All small files are verified, also those that only transformers reads: a damaged tokenizer is a damaged checkpoint.
+        # including those that only transformers reads: a damaged tokenizer is a damaged checkpoint
         for name, record in manifest.files.items():
             if not name.endswith(".safetensors"):
                 read_verified(directory / name, record)
@@ -137,12 +94,12 @@ class OpenCheckpoint:
         if self._optim is not None:
             _refuse_other_optimizer(directory, saved.get("optimizer", DEFAULT_OPTIMIZER), self._optim)
         _refuse_other_model(directory, self._crcs.keys(), structure, self._conversion)
-        self._pool = self._stack.enter_context(ThreadPoolExecutor(READ_THREADS, "checkpoint-read"))
+        self._pool = stack.enter_context(ThreadPoolExecutor(READ_THREADS, "checkpoint-read"))
         self._weights: dict[str, SafetensorsReader] = {}
         self._states: dict[str, SafetensorsReader] = {}
         for name, record in manifest.files.items():
             if name.endswith(".safetensors"):
-                reader = self._stack.enter_context(SafetensorsReader(directory / name, record))
+                reader = stack.enter_context(SafetensorsReader(directory / name, record))
                 kind = self._states if name.startswith(STATE_FOLDER + "/") else self._weights
                 kind.update(dict.fromkeys(reader.names, reader))
         self._refuse_other_states()
@@ -158,47 +115,39 @@ class OpenCheckpoint:
         self._stack.close()
 
     def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Weights and persistent buffers of a unit by module name, in the type they are saved in, verified.
-
-        Raises:
-            UserError: Damaged; names file and tensor.
-        """
-        try:
+        """Weights and persistent buffers of a unit by module name, in their saved dtype, verified."""
+        with self._naming_another():
             keys = self._plan.units.get(unit.name, [])
             tensors = dict(zip(keys, self._pool.map(lambda key: self._weights[key].read(key), keys), strict=True))
             found = resolve_ties(self._structure, self._conversion.to_model(tensors), str(self.directory))
             for name, tensor in found.items():
                 if tensor_crc32(tensor) != self._crcs.get(name):
-                    what = f"{name} differs from what was trained: its conversion did not go back"
+                    what = f"{name} differs from what was trained: its conversion is not exact"
                     raise damaged(self.directory, what)
             for _, full in unit.full_names():
                 if full not in found:
                     raise damaged(self.directory, f"{full} is in no weights file")
             return found
-        except UserError as error:
-            raise self.with_alternative(error) from error
 
     def masters(self, unit: Unit) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(exact fp32 masters, persistent buffers) of a unit by module name, verified. The optimizer's states are not read."""
+        """(exact fp32 masters, persistent buffers) of a unit by module name, verified. Does not read the optimizer's states."""
         found, masters = self.weights(unit), {}
-        try:
+        with self._naming_another():
             for _, full in unit.full_names():
                 weight, lo_key = found.pop(full), state_key("lo", full)
                 if lo_key in self._states:
                     weight = join(weight.contiguous(), self._states[lo_key].read(lo_key))
                 masters[full] = weight.float()
-        except UserError as error:
-            raise self.with_alternative(error) from error
         return masters, found
 
     def restore(self, unit: Unit, store: HostStore, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Restore masters, optimizer states and buffers of a unit.
+        """Restore masters, optimizer states and buffers of a unit, verified.
 
         Raises:
             UserError: Damaged; names file and tensor. The unit's planes hold a mixture.
         """
         found = self.weights(unit)
-        try:
+        with self._naming_another():
             for name in found.keys() & buffers.keys():
                 buffers[name].copy_(found[name])
             with store.restoring(unit.name) as planes:
@@ -208,21 +157,16 @@ class OpenCheckpoint:
                 ]
                 for job in jobs:
                     job.result()
-        except UserError as error:
-            raise self.with_alternative(error) from error
 
     def boxes(self, unit: Unit, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[torch.Tensor]] | None:
-        """Parts of a unit's state, each read alone and not verified: name -> per box (planes, box), master and states in fp32.
+        """Parts of a unit's state, not verified: name -> for each box (planes, box), master and states in fp32.
 
         Args:
             unit: The unit.
             wanted: Full name -> boxes of the whole tensor.
 
         Returns:
-            None where the family's conversion changes a tensor, or the unit has buffers: it must be read whole then.
-
-        Raises:
-            UserError: A file is damaged in a way that shows.
+            None if the family's conversion changes a tensor or the unit has buffers, so that it must be read whole.
         """
         names = {full for _, full in unit.full_names()}
         shapes = {full: unit.layout.by_name[local].shape for local, full in unit.full_names()}
@@ -231,7 +175,7 @@ class OpenCheckpoint:
         return {full: [self._box(full, box) for box in boxes] for full, boxes in wanted.items()}
 
     def _is_plain(self, full: str, shape: tuple[int, ...]) -> bool:
-        """Whether a weight lies in its file as it was before the conversion: in name, and in every byte."""
+        """Whether the conversion changed neither the name nor a byte of a weight."""
         reader = self._weights.get(full)
         return (
             reader is not None and reader.recorded_crc32(full) == self._crcs.get(full) and reader.shape(full) == shape
@@ -246,7 +190,7 @@ class OpenCheckpoint:
         return torch.stack([master.float(), *(self._states[key].read_box(key, box).float() for key in keys)])
 
     def _refuse_other_states(self) -> None:
-        """Refuse another model's shapes, and states that are missing or of another type."""
+        """Refuse other shapes, and states that are missing or of another dtype."""
         saved = {key.partition("/")[0]: self._states[key].dtype(key) for key in self._states}
         states = {name: dtype for name, dtype in saved.items() if name != "lo"}
         if self._optim is not None:
@@ -266,39 +210,34 @@ class OpenCheckpoint:
                         raise UserError(what, str(self.directory))
 
     def verify_share(self, share: int, shares: int) -> None:
-        """Read every `shares`-th tensor of the checkpoint and compare it with its checksum: all shares together see every byte.
-
-        Raises:
-            UserError: Damaged; names file and tensor.
-        """
-        tensors = sorted({**self._weights, **self._states}.items())[share::shares]
+        """Compare every `shares`-th tensor with its checksum; all shares together read every byte."""
         piece = mmap.mmap(-1, PIECE_BYTES)
-        try:
-            for name, reader in tensors:
+        with self._naming_another():
+            for name, reader in sorted({**self._weights, **self._states}.items())[share::shares]:
                 reader.verify(name, piece)
-        except UserError as error:
-            raise self.with_alternative(error) from error
 
-    def with_alternative(self, error: UserError) -> UserError:
-        """The error of a damaged checkpoint, with the newest other one beside it as the way on."""
-        if "damaged" not in error.what or "newest other" in (error.remedy or ""):
-            return error
-        other = latest_complete(self.directory.parent, except_for=self.directory)
-        return (
-            error
-            if other is None
-            else UserError(error.what, error.where, f"{error.remedy}; the newest other one is {other}")
-        )
+    @contextmanager
+    def _naming_another(self) -> Iterator[None]:
+        """Add the newest other checkpoint to the remedy of an error of damaged files."""
+        try:
+            yield
+        except UserError as error:
+            other = None
+            if "damaged" in error.what and "newest other" not in (error.remedy or ""):
+                other = latest_complete(self.directory.parent, except_for=self.directory)
+            if other is None:
+                raise
+            raise UserError(error.what, error.where, f"{error.remedy}; the newest other one is {other}") from error
 
 
 class RunningLoad:
-    """A load in a thread of its own; see [Note: lazy reading].
+    """A load that runs in a thread; see [Note: lazy reading].
 
     Args:
         opened: The checkpoint; closed at the end.
-        units: In the order to restore them.
-        store, buffers: What is restored; see `OpenCheckpoint.restore`.
-        after_unit: Called in the thread when a unit has been restored, before its future is done.
+        units: The units to restore, in this order.
+        store, buffers: See `OpenCheckpoint.restore`.
+        after_unit: Called in the thread when a unit was restored, before its future is done.
     """
 
     def __init__(
@@ -311,15 +250,16 @@ class RunningLoad:
     ):
         self.directory = opened.directory
         self.futures: dict[str, Future[None]] = {unit.name: Future() for unit in units}
-        """Unit name -> done when the unit is there. A unit that could not be restored raises, every time."""
+        """By unit name; done when the unit is restored."""
+        self._opened, self._units, self._store, self._buffers = opened, list(units), store, buffers
+        self._after_unit = after_unit
         self._cancelled = False
-        arguments = (opened, list(units), store, buffers, after_unit)
-        # A daemon for the same reason as a save's thread: `cancel` waits for it, the interpreter's end does not.
-        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint-load", daemon=True)
+        # A daemon, as a save's thread is: `cancel` waits for it, the interpreter's end does not.
+        self._thread = threading.Thread(target=self._run, name="checkpoint-load", daemon=True)
         self._thread.start()
 
     def wait(self, names: Iterable[str] | None = None) -> None:
-        """Block until some units, or all, are there. Raises what their restoring raised."""
+        """Block until these units, or all, are restored. Raises the load's error."""
         for name in list(self.futures) if names is None else names:
             self.futures[name].result()
 
@@ -327,56 +267,34 @@ class RunningLoad:
         return not self._thread.is_alive()
 
     def error(self) -> BaseException | None:
-        """Why the load has failed, None while it has not."""
+        """Why the load failed; None if it has not."""
         return next((f.exception() for f in self.futures.values() if f.done() and f.exception()), None)
 
     def cancel(self) -> None:
-        """Give the load up behind the unit in progress, and wait for that. Units that are missing stay missing."""
+        """Stop after the unit in progress, and wait for it. The other units stay missing."""
         self._cancelled = True
         self._thread.join()
 
-    def _run(
-        self,
-        opened: OpenCheckpoint,
-        units: list[Unit],
-        store: HostStore,
-        buffers: Mapping[str, torch.Tensor],
-        after_unit: Callable[[Unit], object],
-    ) -> None:
+    def _run(self) -> None:
         error: BaseException | None = None
-        with opened:
-            for unit in units:
-                if error is None:
-                    error = self._restore_one(opened, unit, store, buffers, after_unit)
+        with self._opened:
+            for unit in self._units:
+                try:
+                    if error is None:
+                        if self._cancelled:
+                            raise MegatrainError(f"{self.directory}: the load was cancelled before {unit.name}")
+                        self._opened.restore(unit, self._store, self._buffers)
+                        self._after_unit(unit)
+                except BaseException as problem:  # noqa: BLE001  whoever waits for a unit gets it
+                    error = problem
                 if error is None:
                     self.futures[unit.name].set_result(None)
                 else:
                     self.futures[unit.name].set_exception(error)
 
-    def _restore_one(
-        self,
-        opened: OpenCheckpoint,
-        unit: Unit,
-        store: HostStore,
-        buffers: Mapping[str, torch.Tensor],
-        after_unit: Callable[[Unit], object],
-    ) -> BaseException | None:
-        if self._cancelled:
-            return LoadCancelled(f"{self.directory}: the load was given up before {unit.name}")
-        try:
-            opened.restore(unit, store, buffers)
-            after_unit(unit)
-        except BaseException as error:  # noqa: BLE001  whoever waits for the unit gets it, whatever it is
-            return error
-        return None
-
 
 def read_state(directory: Path, manifest: Manifest | None = None) -> dict[str, Any]:
-    """`state.json` of a complete checkpoint, verified.
-
-    Raises:
-        UserError: Not a complete checkpoint, one of weights only, or damaged.
-    """
+    """`state.json` of a complete checkpoint, verified. UserError for a folder of weights only."""
     manifest = manifest or read_manifest(directory)
     if STATE_FILE not in manifest.files:
         raise UserError("holds weights only, no training state", str(directory), "load it as a model folder")
@@ -384,11 +302,7 @@ def read_state(directory: Path, manifest: Manifest | None = None) -> dict[str, A
 
 
 def saved_extra(directory: Path) -> dict[str, Any]:
-    """What the trainer keeps in a checkpoint, without reading anything else of it.
-
-    Raises:
-        UserError: As `read_state`; or the checkpoint was not written by the trainer.
-    """
+    """What the trainer stores in a checkpoint; reads nothing else of it. UserError if the trainer did not write it."""
     extra = from_json(read_state(directory).get("state", {})).get("extra") or {}
     if "step" not in extra:
         raise UserError("was not written by `megatrain train`", str(directory), "load it with HostEngine.load")
@@ -396,13 +310,13 @@ def saved_extra(directory: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(directory: str | Path) -> tuple[list[UserError], int, int]:
-    """Read every byte of a checkpoint and compare it with its checksum.
+    """Compare every byte of a checkpoint with its checksum.
 
     Returns:
-        (an error for every damaged file that names it and its first wrong tensor, number of files, their bytes).
+        (an error for every damaged file, which names it and its first damaged tensor; number of files; their bytes).
 
     Raises:
-        UserError: The folder is not a complete checkpoint, or its manifest is damaged: nothing can be compared.
+        UserError: There is no valid manifest to compare with.
     """
     directory = Path(directory)
     manifest = read_manifest(directory, sizes=False)
@@ -413,11 +327,7 @@ def verify_checkpoint(directory: str | Path) -> tuple[list[UserError], int, int]
 def latest_complete(
     checkpoints: str | Path, *, except_for: Path | None = None, before_step: int | None = None
 ) -> Path | None:
-    """The complete checkpoint of the highest step in a folder, or None. What is ignored is logged, with the reason.
-
-    Only those of steps below `before_step`, if that is given. A folder of weights only is no checkpoint here. Complete means
-    a valid manifest and all files in their full size; contents are verified when they are read.
-    """
+    """The newest of `complete_checkpoints`, or None."""
     found = complete_checkpoints(checkpoints, except_for=except_for, before_step=before_step)
     return found[max(found)] if found else None
 
@@ -425,7 +335,16 @@ def latest_complete(
 def complete_checkpoints(
     checkpoints: str | Path, *, except_for: Path | None = None, before_step: int | None = None
 ) -> dict[int, Path]:
-    """All checkpoints that `latest_complete` chooses from, by step; of two of one step the one that was finished last."""
+    """Complete checkpoints in a folder by step; of two of one step the one finished last. Logs what is ignored, and why.
+
+    Complete means a valid manifest and all files in their full size; their content is verified when it is read. A folder of
+    weights only does not count.
+
+    Args:
+        checkpoints: The folder.
+        except_for: A checkpoint that does not count.
+        before_step: Count only checkpoints of lower steps.
+    """
     checkpoints = Path(checkpoints)
     found: list[tuple[int, float, Path]] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
@@ -446,7 +365,7 @@ def complete_checkpoints(
 
 
 def is_complete(directory: str | Path) -> bool:
-    """Whether a folder is a complete checkpoint, judged as by `latest_complete`."""
+    """Whether a folder has a valid manifest and all files in their full size."""
     try:
         read_manifest(Path(directory))
     except UserError:
@@ -460,7 +379,7 @@ def _restore(
     """Restore master and states of one tensor. States and lo are read straight into the planes."""
     lo_key = state_key("lo", full)
     if lo_key not in states:
-        planes.write_master(local, weight)  # saved as fp32: it is the master
+        planes.write_master(local, weight)  # saved as fp32, it is the master
     elif planes.lo is not None:
         planes.layout.view(planes.hi, local).copy_(weight)
         states[lo_key].read_into(lo_key, planes.layout.view(planes.lo, local))

@@ -1,12 +1,12 @@
-"""Writes checkpoints: a folder that transformers loads as it is, and beside it the rest of the exact training state.
+"""Writes checkpoints: a folder that transformers loads as it is, plus the rest of the exact training state.
 
-The tensors go to disk straight from the planes. Extra memory is one unit: what its family's conversion copies (fused experts are
-saved one by one), or hi and lo where the store keeps whole fp32 masters.
+Tensors go to disk straight from the planes. Extra memory is one unit: what the family's conversion copies (fused experts are
+saved one by one), or hi and lo if the store keeps whole fp32 masters.
 
-A save has two halves. `plan_save` runs where the model may be looked at (between two steps): it decides everything and refuses
-what cannot work. `write_planned` only moves bytes, from whatever gives it the units' planes, and may run in a thread of its own
-(async_save.py): it never looks at the live model, whose modules a running step binds and unbinds. Its three parts, `write_begin`,
-`write_unit` and `write_end`, are there for writers that share one checkpoint (engine/mesh/saving.py).
+A save has two halves. `plan_save` runs between two steps, when the model may be read: it decides everything and refuses what
+cannot work. `write_planned` only moves bytes, from any source of the units' planes, and may run in a thread: it never reads
+the live model, whose modules a running step binds and unbinds. Writers that share a checkpoint (engine/mesh/saving.py) call
+its parts `write_begin`, `write_unit` and `write_end`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from megatrain import __version__
-from megatrain.checkpoint.files import MANIFEST_FILE, MARKER_FILE, FilesWriter, FolderWriter
+from megatrain.checkpoint.files import FilesWriter, FolderWriter, refuse_if_taken
 from megatrain.checkpoint.format import (
     DEFAULT_OPTIMIZER,
     FORMAT_NAME,
@@ -35,7 +35,7 @@ from megatrain.checkpoint.format import (
     to_json,
 )
 from megatrain.errors import UserError
-from megatrain.host_memory.store import HostStore, UnitPlanes
+from megatrain.host_memory.store import UnitPlanes
 from megatrain.models.build import fp32_parameter_names
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.structure import Structure, Unit
@@ -47,16 +47,16 @@ WEIGHT_SUFFIXES = (*OTHER_FORMATS, ".safetensors", ".onnx", ".ckpt", ".npz", ".t
 OWN_FILES = frozenset({"manifest.json", "state.json", "config.json", "latest"})
 TEMPLATE_FOLDER = "additional_chat_templates"
 SLACK_BYTES = 16 << 20
-"""Headers, JSON files and the file system's own blocks, generously."""
+"""Upper bound of headers, JSON files and the file system's own blocks."""
 
 
 @dataclass(frozen=True)
 class UnitFiles:
-    """What was written for a unit, as `state.json` lists it.
+    """What was written for a unit, for `state.json` and the index.
 
     Attributes:
-        weights_crc32: CRC-32 of each weight by its module name, in the type it is saved in but before the family's conversion.
-            It proves on reading that the conversion went there and back.
+        weights_crc32: CRC-32 of each weight by module name, in its saved dtype but before the family's conversion; comparing it
+            after reading proves that the conversion there and back is exact.
         keys: Checkpoint names in the weights file.
         weights_bytes: Size of their data.
     """
@@ -71,10 +71,10 @@ class UnitsPlan:
     """How units are written: the same in every process that writes some of them.
 
     Attributes:
-        units: What is written, in forward order; unit k goes to the k-th weights file.
-        model: For the family's conversion; a copy on meta where the live model may be in use meanwhile.
+        units: The units to write, in forward order; unit k goes to the k-th weights file.
+        model: Used for the family's conversion; a copy on meta if the live model may be in use during the save.
         keep_fp32: Full names of weights that are saved as fp32.
-        buffers: Unit name -> its persistent buffers, copies on the CPU.
+        buffers: Unit name -> copies of its persistent buffers on the CPU.
         optim: The optimizer whose states are written.
         weights_only: Leave out lo and the optimizer's states.
     """
@@ -96,25 +96,23 @@ class UnitsPlan:
 
 @dataclass(frozen=True)
 class SavePlan(UnitsPlan):
-    """A save as decided before anything is written.
+    """A whole save, decided before anything is written.
 
     Attributes:
         directory: The folder to make.
-        config: config.json.
-        generation: generation_config.json, None where the source folder brings its own or there is none.
+        config: Content of config.json.
+        generation: Content of generation_config.json; None if it is a side file or there is none.
         side_files: (name, file) of everything else that is copied.
-        tokenizer: Saved instead of the source folder's.
         state: The engine's state as JSON; None for a folder of weights only.
         step: For the manifest.
-        source_dtype: Type of the source's weights, for `export`.
-        total_bytes: Estimate of what will be written; never too small.
+        source_dtype: Dtype of the source's weights, for `export`.
+        total_bytes: Upper bound of what will be written.
     """
 
     directory: Path
     config: dict[str, Any]
     generation: bytes | None
     side_files: list[tuple[str, Path]]
-    tokenizer: PreTrainedTokenizerBase | None
     state: Any
     step: int
     source_dtype: str | None
@@ -128,7 +126,15 @@ def plan_units(
     weights_only: bool = False,
     model: PreTrainedModel | None = None,
 ) -> UnitsPlan:
-    """The part of `plan_save` that every writer of a checkpoint needs; its arguments are explained there."""
+    """Decide how units are written.
+
+    Args:
+        structure: The model.
+        buffers: The model's buffers by full name; those that belong to the weights are saved.
+        optim: The optimizer whose states are saved.
+        weights_only: Leave out lo and the optimizer's states.
+        model: Used for the family's conversion instead of the structure's own.
+    """
     own = structure.model
     assert isinstance(own, PreTrainedModel), type(own)
     owner = unit_of_names(structure)
@@ -147,55 +153,46 @@ def plan_units(
 
 
 def plan_save(
-    directory: str | Path,
-    *,
+    directory: Path,
     structure: Structure,
-    store: HostStore,
-    optim: OptimizerSpec,
-    buffers: Mapping[str, torch.Tensor],
+    units: UnitsPlan,
     state: Mapping[str, Any],
     source_folder: Path | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
-    weights_only: bool = False,
-    model: PreTrainedModel | None = None,
 ) -> SavePlan:
     """Decide what a save writes, and refuse what cannot work. Nothing is written.
 
     Args:
-        directory: The folder to make; its parents are made as well. It must not exist.
+        directory: The folder to make, with its parents. It must not exist.
         structure: The model.
-        store: The planes, for their sizes.
-        optim: The optimizer whose states are among them.
-        buffers: The model's buffers by full name; those that belong to the weights are saved.
+        units: How its units are written.
         state: The engine's state: `step`, and whatever `format.to_json` can write.
-        source_folder: Where the model came from; its tokenizer, template and other files go along. None for a model in memory.
-        tokenizer: Saved instead of the source folder's.
-        trust_remote_code: Whether the source folder's Python files go along.
-        weights_only: Leave out lo, states and state: 2 bytes a parameter, nothing to resume from.
-        model: Used for the family's conversion instead of the structure's own.
+        source_folder: The folder the model came from; its tokenizer, template and other files are copied. None for a model in
+            memory.
+        trust_remote_code: Whether the source folder's Python files are copied.
 
     Raises:
         UserError: The folder exists, the disk has no room, or the source folder cannot be read.
     """
-    directory = Path(directory)
     refuse_if_taken(directory)
     side_files = list(_side_files(source_folder, trust_remote_code)) if source_folder else []
-    config, source_dtype = _config_json(structure, source_folder)  # read before anything is written: it may be damaged
-    units = plan_units(structure, buffers, optim, weights_only, model)
+    config, source_dtype = _config_json(structure, source_folder)
     generation = getattr(structure.model, "generation_config", None)
-    has_own = "generation_config.json" in dict(side_files)
-    element_bytes = 4 if weights_only and units.keep_fp32 else 2 if weights_only else optim.bytes_per_parameter
-    total_bytes = checkpoint_bytes(store, element_bytes) + sum(file.stat().st_size for _, file in side_files)
+    if "generation_config.json" in dict(side_files):
+        generation = None
+    element_bytes = units.optim.bytes_per_parameter
+    if units.weights_only:
+        element_bytes = 4 if units.keep_fp32 else 2
+    total_bytes = element_bytes * sum(unit.layout.numel for unit in structure.units) + SLACK_BYTES
+    total_bytes += sum(file.stat().st_size for _, file in side_files)
     refuse_if_no_room(directory, total_bytes)
     return SavePlan(
         **vars(units),
         directory=directory,
         config=config,
-        generation=None if has_own or generation is None else generation.to_json_string(use_diff=True).encode(),
+        generation=None if generation is None else generation.to_json_string(use_diff=True).encode(),
         side_files=side_files,
-        tokenizer=tokenizer,
-        state=None if weights_only else to_json(dict(state)),
+        state=None if units.weights_only else to_json(dict(state)),
         step=int(state.get("step", 0)),
         source_dtype=source_dtype,
         total_bytes=total_bytes,
@@ -205,18 +202,15 @@ def plan_save(
 def write_planned(
     plan: SavePlan, units: Iterable[tuple[Unit, UnitPlanes]], on_bytes: Callable[[int], None] = lambda count: None
 ) -> float:
-    """Write what `plan` says, and return when all of it was fsynced and read back.
+    """Write a checkpoint. Returns when it is synced and was read back: the seconds of reading back.
 
     Args:
-        plan: Of `plan_save`.
-        units: The plan's units in any order, each with planes that nobody changes until the next one is asked for.
-        on_bytes: Called with the number of bytes after each piece that was written; what it raises ends the save.
-
-    Returns:
-        Seconds of reading back, the end of the save.
+        plan: What to write.
+        units: The plan's units in any order. A unit's planes must not change until the next unit is asked for.
+        on_bytes: Called with the number of bytes after each piece written; what it raises ends the save.
 
     Raises:
-        UserError: The folder exists, or the system refuses a write. Nothing is left behind then.
+        UserError: The folder exists, or the system refuses a write. Nothing is left of the save.
     """
     with FolderWriter(plan.directory, on_bytes) as folder:
         write_begin(folder, plan)
@@ -225,15 +219,20 @@ def write_planned(
 
 
 def write_begin(folder: FolderWriter, plan: SavePlan) -> None:
-    """Write what is there beside the units: config, tokenizer and the source folder's other files."""
+    """Write everything but the units: config, tokenizer and the source folder's other files."""
     folder.write_json("config.json", plan.config)
-    _write_side_files(folder, plan)
+    for name, file in plan.side_files:
+        folder.copy_file(name, file)
+    if plan.generation is not None:
+        folder.write_bytes("generation_config.json", plan.generation)
 
 
 def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFiles]) -> None:
-    """Write what lists the units, which all are in the folder, and give the folder its name.
+    """Write index and state.json when all units are in the folder, and give the folder its name.
 
     Args:
+        folder: The folder.
+        plan: What was written.
         written: Unit name -> what `write_unit` returned, in any order.
     """
     files = plan.weights_files
@@ -261,22 +260,8 @@ def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFi
     folder.commit({"format": FORMAT_NAME, "version": FORMAT_VERSION, "step": plan.step})
 
 
-def checkpoint_bytes(store: HostStore, element_bytes: int) -> int:
-    """Upper bound of a checkpoint's size: `element_bytes` of every element, and slack for the small files."""
-    return element_bytes * sum(planes.layout.numel for planes in store.units.values()) + SLACK_BYTES
-
-
-def refuse_if_taken(directory: Path) -> None:
-    """Raise UserError if `directory` holds something. What a dead writer left there unfinished does not count."""
-    unfinished = (directory / MARKER_FILE).is_file() and not (directory / MANIFEST_FILE).exists()
-    if directory.exists() and not unfinished and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(
-            "exists already; nothing is overwritten", str(directory), "choose another folder, or move it away"
-        )
-
-
 def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
-    """Raise UserError unless the disk under `directory` (existing or not) has room."""
+    """Raise UserError unless the disk of `directory`, which need not exist, has room."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -291,13 +276,9 @@ def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
 
 
 def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsPlan) -> UnitFiles:
-    """Write one unit: its weights under checkpoint names, and lo and the optimizer's states unless only weights are asked for.
+    """Write one unit: its weights under checkpoint names, and unless `plan.weights_only` lo and the optimizer's states.
 
-    Args:
-        folder: Where to.
-        unit: The unit.
-        planes: Its state; a copy does as well as the store's own, and one of hi and lo where only weights are asked for.
-        plan: How. The lo of weights that are saved as fp32 would say nothing new and is left out.
+    A weight that is saved as fp32 is its master and has no lo. For weights only, `planes` need no states.
     """
     weights: dict[str, torch.Tensor] = dict(plan.buffers.get(unit.name, {}))
     rest: dict[str, torch.Tensor] = {}
@@ -318,18 +299,18 @@ def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsP
 
 
 def weights_file_name(number: int, count: int) -> str:
-    """As transformers names shards; 1 is the first."""
+    """The name that transformers gives to shard `number`, from 1 on."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: FolderWriter, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """The index of all weights files, as transformers writes it."""
+    """Write the index of all weights files, in transformers' format."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     folder.write_json(INDEX_FILE, index)
 
 
 def _side_files(source: Path, trust_remote_code: bool) -> Iterator[tuple[str, Path]]:
-    """(name, file) of everything in a model folder but weights, indices of weights, hidden files and untrusted code."""
+    """(name, file) of everything in a model folder except weights, their index, hidden files and untrusted code."""
     candidates = [*source.iterdir(), *(source / TEMPLATE_FOLDER).glob("*")]
     for file in sorted(candidates):
         name = file.relative_to(source).as_posix()
@@ -345,36 +326,24 @@ def _side_files(source: Path, trust_remote_code: bool) -> Iterator[tuple[str, Pa
             yield name, file
 
 
-def _write_side_files(folder: FolderWriter, plan: SavePlan) -> None:
-    files = dict(plan.side_files)
-    with folder.scratch() as scratch:
-        if plan.tokenizer is not None:
-            plan.tokenizer.save_pretrained(scratch)
-            files |= dict(_side_files(scratch, trust_remote_code=False))
-        for name, file in files.items():
-            folder.copy_file(name, file)
-    if plan.generation is not None and "generation_config.json" not in files:
-        folder.write_bytes("generation_config.json", plan.generation)
-
-
 def _config_json(structure: Structure, source: Path | None) -> tuple[dict[str, Any], str | None]:
-    """The config to save, which is the source's own with the type the weights are saved in; and the source's type."""
+    """The config to save, which is the source's own with the dtype of the saved weights; and the source's dtype."""
     model = structure.model
     assert isinstance(model, PreTrainedModel), type(model)
     config: dict[str, Any] = {}
     if source is not None:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config.get("model_type") != model.config.model_type:
-        # A model in memory, or the language model out of a larger one.
+        # a model in memory, or the language model of a larger one
         config = json.loads(model.config.to_json_string(use_diff=True))
-        config.pop("use_cache", None)  # off for training only
+        config.pop("use_cache", None)  # switched off for training
     config.setdefault("architectures", [type(model).__name__])
     source_dtype = config.get("dtype", config.get("torch_dtype"))
     return with_dtype(config, str(WEIGHTS_DTYPE).removeprefix("torch.")), source_dtype
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Every dtype in the config, nested ones too, under the key that it has there; at the top in any case."""
+    """The config with every dtype replaced, also in nested configs, under the key it has there; the top level always has one."""
 
     def visit(part: Any) -> Any:
         if not isinstance(part, dict):

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from megatrain.checkpoint.files import MARKER_FILE, remove_folder, remove_leftovers
+from megatrain.checkpoint.files import remove_folder, remove_leftovers
+from megatrain.checkpoint.format import MARKER_FILE
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import RunConfig

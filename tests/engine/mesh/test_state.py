@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 import families
 import mesh_ranks as ranks
 from engines import host_engine
-from megatrain.checkpoint.files import SafetensorsReader
-from megatrain.checkpoint.format import read_manifest
+from megatrain.checkpoint.format import SafetensorsReader, read_manifest
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.errors import UserError

@@ -37,7 +37,8 @@ import torch
 import torch.distributed as dist
 
 from megatrain.checkpoint.async_save import SaveCancelled, SaveSource
-from megatrain.checkpoint.files import MARKER_FILE, FileRecord, FilesWriter, FolderWriter
+from megatrain.checkpoint.files import FilesWriter, FolderWriter
+from megatrain.checkpoint.format import MARKER_FILE, FileRecord
 from megatrain.checkpoint.manager import CheckpointPolicy, SaveOptions
 from megatrain.checkpoint.writer import (
     SavePlan,
@@ -71,9 +72,8 @@ class ShardedState(SaveSource):
     `wait_until_copied` returns.
 
     Args:
+        plan: The whole save on rank 0; elsewhere, how its units are written.
         directory: The folder to make.
-        units: How units are written, the same on every rank.
-        plan: The whole plan on rank 0; None elsewhere.
         writers: The ranks that write, rank 0 among them.
         state: The live state.
         devices: The mesh; its `save_group` carries all messages.
@@ -85,21 +85,20 @@ class ShardedState(SaveSource):
 
     def __init__(
         self,
+        plan: UnitsPlan,
         directory: Path,
-        units: UnitsPlan,
-        plan: SavePlan | None,
         writers: Sequence[int],
         state: MeshState,
         devices: Devices,
         buffer_bytes: int | None,
     ):
-        super().__init__(directory, 0 if plan is None else plan.total_bytes)
-        self._units_plan, self._plan, self._state = units, plan, state
+        super().__init__(directory, plan.total_bytes if isinstance(plan, SavePlan) else 0)
+        self._plan, self._state = plan, state
         self._group, self._device = devices.save_group, devices.device
         self._writers = list(writers)
         """The ranks that write; rank 0 alone once it turns out that one of them does not see the folder."""
-        self._planes = 1 if units.weights_only else 1 + len(units.optim.states)
-        self._units = {unit.name: unit for unit in units.units}
+        self._planes = 1 if plan.weights_only else 1 + len(plan.optim.states)
+        self._units = {unit.name: unit for unit in plan.units}
         self._sizes = {name: unit.layout.numel for name, unit in self._units.items()}
         self._names = by_size(self._sizes)
         self._copies: dict[str, torch.Tensor] = {}
@@ -173,7 +172,7 @@ class ShardedState(SaveSource):
             self._own_share = self._share_of(dist.get_rank()) or 1.0
             stack.callback(self._stop_writing)
             if part is not None:
-                self._writer = UnitWriter(part, self._units_plan)
+                self._writer = UnitWriter(part, self._plan)
             live = set(self._names[: self._first_copied])
             for units in rounds(self._sizes, self._writers):
                 whole = self._together(lambda units=units: self._room(units))
@@ -193,7 +192,7 @@ class ShardedState(SaveSource):
 
     def _begin(self, stack: contextlib.ExitStack) -> FolderWriter | None:
         """On rank 0, make the folder."""
-        if self._plan is None:
+        if not isinstance(self._plan, SavePlan):
             return None
         folder = stack.enter_context(FolderWriter(self.directory, self.count))
         write_begin(folder, self._plan)
@@ -255,7 +254,7 @@ class ShardedState(SaveSource):
 
     def _end(self, folder: FolderWriter | None, reported: Sequence[Share | None]) -> None:
         """On rank 0, finish the folder."""
-        if folder is None or self._plan is None:
+        if folder is None or not isinstance(self._plan, SavePlan):
             return
         written: dict[str, UnitFiles] = {}
         for rank, share in enumerate(reported):
@@ -435,28 +434,20 @@ class MeshCheckpoints(CheckpointPolicy):
 
     def open_source(self, directory: Path, state: Mapping[str, Any], options: SaveOptions) -> ShardedState:
         """Rank 0 decides; every rank learns whether it can be done. Collective."""
-        units: UnitsPlan | None = None
-        plan: SavePlan | None = None
-        planned = False
+        plan: UnitsPlan | None = None
         try:
-            units = plan_units(self._structure, self._buffers, self._optim, options.weights_only)
-            if dist.get_rank() == 0:
-                plan = plan_save(
-                    directory,
-                    structure=self._structure,
-                    store=self._state,  # type: ignore[arg-type]
-                    optim=self._optim,
-                    buffers=self._buffers,
-                    state=state,
-                    source_folder=self._source_folder,
-                    weights_only=options.weights_only,
-                )
-            planned = True
+            plan = self._plan(directory, state, options.weights_only)
         finally:
-            failed = first_rank(not planned, self._devices.save_group)
-        if failed is not None or units is None:
+            failed = first_rank(plan is None, self._devices.save_group)
+        if failed is not None or plan is None:
             raise _failed_on(failed or 0, directory)
-        return ShardedState(directory, units, plan, self.writers, self._state, self._devices, options.buffer_bytes)
+        return ShardedState(plan, directory, self.writers, self._state, self._devices, options.buffer_bytes)
+
+    def _plan(self, directory: Path, state: Mapping[str, Any], weights_only: bool) -> UnitsPlan:
+        units = plan_units(self._structure, self._buffers, self._optim, weights_only)
+        if dist.get_rank() != 0:
+            return units
+        return plan_save(directory, self._structure, units, state, self._source_folder)
 
     def agree(self, ended: bool, failed: bool) -> tuple[bool, bool]:
         words = torch.tensor([int(ended), int(not failed)])
