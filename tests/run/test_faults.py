@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from counting import CountingEngine
-from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
+from megatrain.checkpoint.export import verify
+from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete
 from megatrain.commands.check import check
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import StepLoader
@@ -342,7 +343,7 @@ def test_a_save_that_fails_is_a_warning_and_the_run_goes_on(
     assert "was not saved, training" in log_of(run) and "No space left on device" in log_of(run)
     assert losses(run) == losses(whole)
     assert checkpoints(run) == ["step_000006"]
-    assert not verify_checkpoint(tmp_path / "run" / "checkpoints" / "step_000006")[0]
+    verify(tmp_path / "run" / "checkpoints" / "step_000006")
 
 
 def test_a_save_that_fails_stops_the_run_and_the_one_before_is_there(

@@ -54,31 +54,22 @@ class SaveProgress:
 
 
 class SaveHandle(Protocol):
-    """A save as its caller sees it."""
+    """A save as its caller sees it.
 
-    def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
-        ...
+    `done` says whether it has ended, successfully or not. `wait` blocks until then; so does `result`, which raises UserError
+    if the save failed (nothing of it is left, older checkpoints are untouched), SaveCancelled, or TimeoutError. `cancel`
+    returns when the save's files are removed.
+    """
 
-    def wait(self) -> None:
-        """Wait for the end of the save. Raises nothing."""
-        ...
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
 
     def progress(self) -> SaveProgress: ...
 
-    def result(self, timeout_s: float | None = None) -> SaveProgress:
-        """Wait for the end of the save.
+    def result(self, timeout_s: float | None = None) -> SaveProgress: ...
 
-        Raises:
-            UserError: The save failed. Nothing of it is left; older checkpoints are untouched.
-            SaveCancelled: It was cancelled.
-            TimeoutError: It did not end in time.
-        """
-        ...
-
-    def cancel(self) -> None:
-        """Cancel the save and wait until its files are removed."""
-        ...
+    def cancel(self) -> None: ...
 
 
 class SaveSource(ABC):
@@ -123,11 +114,7 @@ class SaveSource(ABC):
             raise SaveCancelled(f"{self.directory}: cancelled")
 
     def count(self, size: int) -> None:
-        """Note that `size` more bytes were written.
-
-        Raises:
-            SaveCancelled: The save was cancelled.
-        """
+        """Note that `size` more bytes were written. Raises SaveCancelled if the save was cancelled."""
         self.written_bytes += size
         self.check_cancelled()
 

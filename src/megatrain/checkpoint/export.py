@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.checkpoint.card import CARD, CURVE, SOURCE_CARD, card_text, run_of
 from megatrain.checkpoint.files import FolderWriter, refuse_if_taken
-from megatrain.checkpoint.format import MANIFEST_FILE, MARKER_FILE, STATE_FILE, STATE_FOLDER, read_manifest
-from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete, verify_checkpoint
+from megatrain.checkpoint.format import MANIFEST_FILE, MARKER_FILE, STATE_FILE, STATE_FOLDER, damages, read_manifest
+from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete
 from megatrain.checkpoint.writer import SLACK_BYTES, refuse_if_no_room, weights_file_name, with_dtype, write_index
 from megatrain.errors import UserError
 from megatrain.host_memory.store import split_
@@ -175,16 +175,17 @@ def verify(given: str | Path, *, say: Say = logger.info) -> int:
         UserError: Files are damaged or missing; names each, with its first damaged tensor.
     """
     folder = find_checkpoint(Path(given))
-    found, files, total_bytes = verify_checkpoint(folder)
-    if found:
+    files = read_manifest(folder, sizes=False).files
+    if found := list(damages(folder, files)):
         lines = "\n".join(f"  {error.where}: {error.what}" for error in found)
         other = latest_complete(folder.parent, except_for=folder)
         raise UserError(
-            f"{len(found)} of {files} files damaged:\n{lines}",
+            f"{len(found)} of {len(files)} files damaged:\n{lines}",
             str(folder),
             f"restore them, or continue from {other}" if other else "restore them, or take another checkpoint",
         )
-    say(f"{folder}: {counted(files, 'file')}, {total_bytes:,} bytes, all checksums are right")
+    total_bytes = sum(record.size for record in files.values())
+    say(f"{folder}: {counted(len(files), 'file')}, {total_bytes:,} bytes, all checksums are right")
     return total_bytes
 
 

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -167,11 +166,9 @@ class FilesWriter:
         """
         self._wait_for_syncs(0)
         new = {name: record for name, record in self.records.items() if name not in self._settled}
-        try:
+        with _writing(self.target):
             for folder in sorted({(self.temp / name).parent for name in new} | {self.temp}):
                 _sync_folder(folder)
-        except OSError as error:
-            raise _refused(error, self.target) from error
         started = time.perf_counter()
         for problem in damages(self.temp, new, lambda: self.on_bytes(0)):
             raise UserError(
@@ -182,26 +179,32 @@ class FilesWriter:
         self._settled |= new.keys()
         self.read_back_s += time.perf_counter() - started
 
-    def _file(self, name: str) -> _OpenFile:
+    @contextmanager
+    def _file(self, name: str) -> Iterator[_OpenFile]:
+        """A new file. At the end of the block the sync thread gets it, and closes it after its flushes."""
         self._wait_for_syncs(UNSYNCED)
-        return _OpenFile(self, name)
+        path = self.temp / name
+        with _writing(self.target / name):
+            if path.parent != self.temp:  # `temp` itself is not made again if it was removed
+                path.parent.mkdir(exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            yield _OpenFile(self, name, fd)
+            self.sync_later(name, fd, _sync_and_close)
+        except BaseException:
+            self._sync_thread.submit(os.close, fd)
+            raise
 
     def sync_later(self, name: str, fd: int, flush: Callable[[int], None]) -> None:
         """Queue `flush(fd)` for the sync thread; waits while more than UNSYNCED are queued."""
         self._wait_for_syncs(UNSYNCED)
         self._syncs.append((name, self._sync_thread.submit(flush, fd)))
 
-    def close_later(self, fd: int) -> None:
-        """Close a file after its queued flushes."""
-        self._sync_thread.submit(os.close, fd)
-
     def _wait_for_syncs(self, left: int) -> None:
         while len(self._syncs) > left:
             name, sync = self._syncs.pop(0)
-            try:
+            with _writing(self.target / name):
                 sync.result()
-            except OSError as error:
-                raise _refused(error, self.target / name) from error
 
 
 class FolderWriter(FilesWriter):
@@ -220,7 +223,7 @@ class FolderWriter(FilesWriter):
         self._committed = False
 
     def __enter__(self) -> Self:
-        try:
+        with _writing(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if is_unfinished(self.target):
                 logger.warning("removing %s, an unfinished checkpoint", self.target)
@@ -229,9 +232,6 @@ class FolderWriter(FilesWriter):
             remove_leftovers(self.target.parent, self.target)
             self.temp.mkdir()
             (self.temp / MARKER_FILE).write_text(json.dumps(writer_identity()), encoding="utf-8")
-        except OSError as error:
-            self.close_files()
-            raise _refused(error, self.target) from error
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -246,10 +246,8 @@ class FolderWriter(FilesWriter):
     def take_over(self, records: Mapping[str, FileRecord]) -> None:
         """Add files that other writers have written and read back. See [Note: several writers]."""
         for name, record in records.items():
-            try:
+            with _writing(self.target / name):
                 size = (self.temp / name).stat().st_size
-            except OSError as error:
-                raise _refused(error, self.target / name) from error
             if size != record.size:
                 raise damaged(self.temp / name, f"has {size} bytes here, another process wrote {record.size}")
         self._of_others |= records
@@ -269,13 +267,11 @@ class FolderWriter(FilesWriter):
             check: Called when everything is in `temp` and was read back; what it raises keeps the folder from appearing.
         """
         self.settle()
-        try:
+        with _writing(self.target):
             check()
             self.temp.rename(self.target)
             self._committed = True
             _sync_folder(self.target.parent)
-        except OSError as error:
-            raise _refused(error, self.target) from error
         try:
             (self.target / MARKER_FILE).unlink()
         except OSError as error:  # beside a manifest it means nothing
@@ -283,34 +279,11 @@ class FolderWriter(FilesWriter):
 
 
 class _OpenFile:
-    """A file being written. Leaving the block hands it to the sync thread, which closes it."""
+    """A file being written, in pieces that are flushed on the way."""
 
-    def __init__(self, folder: FilesWriter, name: str):
-        self._folder, self._name, self.size = folder, name, 0
-        self._fd = -1
+    def __init__(self, folder: FilesWriter, name: str, fd: int):
+        self._folder, self._name, self._fd, self.size = folder, name, fd, 0
         self._flushed = 0
-
-    def __enter__(self) -> _OpenFile:
-        path = self._folder.temp / self._name
-        try:
-            if path.parent != self._folder.temp:  # `temp` itself is not made again if it was removed
-                path.parent.mkdir(exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise _refused(error, self._folder.target / self._name) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._folder.sync_later(self._name, self._fd, _sync_and_close)
-                return
-        except BaseException:  # an earlier file was refused
-            self._folder.close_later(self._fd)
-            raise
-        self._folder.close_later(self._fd)
 
     def seek(self, offset: int) -> None:
         """Set where the next `append` writes. Each byte of the file must be written once."""
@@ -320,22 +293,24 @@ class _OpenFile:
         """Write `data` after what was written last, or where `seek` went, a piece at a time."""
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]
-            try:
+            with _writing(self._folder.target / self._name):
                 while piece:
                     written = os.write(self._fd, piece)
                     piece, self.size = piece[written:], self.size + written
                     self._folder.on_bytes(written)
-            except OSError as error:
-                raise _refused(error, self._folder.target / self._name) from error
             if self.size - self._flushed >= FLUSH_BYTES:
                 self._flushed = self.size
                 self._folder.sync_later(self._name, self._fd, os.fdatasync)
 
 
-def _refused(error: OSError, path: Path) -> UserError:
-    """The system's refusal to write `path`."""
-    remedy = "free space or change the folder; the state in memory and older checkpoints are untouched"
-    return UserError(f"cannot be written: {error.strerror or error}", str(path), remedy)
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write `path` into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free space or change the folder; the state in memory and older checkpoints are untouched"
+        raise UserError(f"cannot be written: {error.strerror or error}", str(path), remedy) from error
 
 
 def _sync_and_close(fd: int) -> None:

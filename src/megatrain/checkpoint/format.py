@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,10 @@ def read_manifest(folder: Path, *, sizes: bool = True) -> Manifest:
         UserError: No manifest, a damaged one, another format, or a file that is missing or has another size.
     """
     path = folder / MANIFEST_FILE
-    try:
+    if not path.exists():
+        raise UserError("is not a complete checkpoint: it has no manifest.json", str(folder))
+    with _reading(path):
         raw = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError("is not a complete checkpoint: it has no manifest.json", str(folder)) from error
-    except (OSError, ValueError) as error:
-        raise damaged(path, str(error)) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise UserError("is not the manifest of a megatrain checkpoint", str(path))
     crc = raw.pop("crc32", None)
@@ -145,10 +144,8 @@ class SafetensorsReader:
 
     def __init__(self, path: Path, record: FileRecord):
         self.path, self._record = path, record
-        try:
+        with _reading(path):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise damaged(path, error.strerror or str(error)) from error
         try:
             self._entries, self._data_start = self._read_header()
         except BaseException:
@@ -192,11 +189,9 @@ class SafetensorsReader:
         begin = self._data_start + self._entries[name]["data_offsets"][0]
         if 0 in shape:
             return torch.empty(shape, dtype=kind)[box]
-        try:
+        with _reading(self.path):
             whole = np.memmap(self.path, dtype=plain, mode="r", offset=begin, shape=shape)
             return torch.from_numpy(np.array(whole[box])).view(kind)
-        except (OSError, ValueError) as error:
-            raise damaged(self.path, str(error)) from error
 
     def recorded_crc32(self, name: str) -> int | None:
         return self._record.tensors.get(name)
@@ -220,10 +215,8 @@ class SafetensorsReader:
             piece = view[start : start + PIECE_BYTES]
             done = 0
             while done < len(piece):
-                try:
+                with _reading(self.path):
                     count = os.preadv(self._fd, [piece[done:]], offset + start + done)
-                except OSError as error:
-                    raise damaged(self.path, error.strerror or str(error)) from error
                 if count == 0:
                     raise damaged(self.path, "the file ends too early")
                 done += count
@@ -252,10 +245,8 @@ def canonical(value: Any) -> bytes:
 
 def read_verified(path: Path, record: FileRecord) -> bytes:
     """The content of a small file, verified."""
-    try:
+    with _reading(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise damaged(path, error.strerror or str(error)) from error
     if (len(data), zlib.crc32(data)) != (record.size, record.crc32):
         raise damaged(path, "checksum differs")
     return data
@@ -291,6 +282,14 @@ def _damage(path: Path, record: FileRecord, between: Callable[[], None]) -> User
     except UserError as error:
         return error
     return None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a memory map of a file that is too short raises ValueError
+        raise damaged(path, getattr(error, "strerror", None) or str(error)) from error
 
 
 def damaged(path: Path, what: str) -> UserError:

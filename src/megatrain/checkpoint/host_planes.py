@@ -35,7 +35,7 @@ from copy import deepcopy
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -52,6 +52,7 @@ from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.structure import Structure, Unit
 from megatrain.optim.spec import OptimizerSpec
+from megatrain.optim.updater import CpuUpdater
 
 logger = logging.getLogger(__name__)
 
@@ -61,30 +62,8 @@ TOUCHED_BYTES = 64 << 20
 """Memory that is touched between two looks at whether to stop."""
 
 
-class UnitState(Enum):
-    """See [Note: a unit while a save runs]."""
-
-    PENDING = "not yet written, the planes must not change"
-    COPYING = "being copied to staging memory"
-    COPIED = "in staging memory"
-    WRITING = "being written from the planes"
-    DONE = "written, or the save has ended"
-
-
-class UnitJobs(Protocol):
-    """The updater: runs the pieces of a job on its threads, after `after`, in order with the unit's other jobs."""
-
-    threads: int
-
-    def submit(
-        self,
-        unit: str,
-        pieces: Any,
-        run_piece: Callable[[int, int], object],
-        *,
-        finish: Callable[[], Any],
-        after: Callable[[], object] | None,
-    ) -> Future[Any]: ...
+UnitState = Enum("UnitState", ["PENDING", "COPYING", "COPIED", "WRITING", "DONE"])
+"""See [Note: a unit while a save runs]."""
 
 
 class StagingMemory:
@@ -217,12 +196,12 @@ class HostPlanes(SaveSource):
 
     # ---------------------------------------------------------------- called by updates
 
-    def protect(self, unit: str, jobs: UnitJobs, pieces: Any) -> None:
+    def protect(self, unit: str, updater: CpuUpdater, pieces: Sequence[tuple[int, int]]) -> None:
         """Before an update of a host unit is submitted: submit a job that copies the unit, or waits. Does not block."""
         with self._changed:
             if self._states.get(unit, UnitState.DONE) in (UnitState.DONE, UnitState.COPIED):
                 return
-        jobs.submit(
+        updater.submit(
             unit,
             pieces,
             lambda start, end: self._copy_piece(unit, start, end),
@@ -431,13 +410,11 @@ class HostCheckpoints(CheckpointPolicy):
     """Saves and loads the state of one process.
 
     Args:
-        structure: The model.
-        store: Its planes.
-        optim: The optimizer, whose states are among them.
-        buffers: Its buffers by full name, on the CPU.
+        structure, store, optim: The model, its planes, and the optimizer whose states are among them.
+        buffers: The model's buffers by full name, on the CPU.
         mirrors: The same buffers on the device; on a CPU the same tensors.
         source_folder: The folder that the model came from.
-        trust_remote_code: Whether the source folder's Python files are copied into checkpoints.
+        trust_remote_code: Whether its Python files are copied into checkpoints.
         device: The device of resident units and mirrors.
         updates: Returns unit name -> its latest update, if that may still run.
     """

@@ -33,7 +33,6 @@ from megatrain.checkpoint.format import (
     Manifest,
     SafetensorsReader,
     damaged,
-    damages,
     from_json,
     read_manifest,
     read_verified,
@@ -307,21 +306,6 @@ def saved_extra(directory: Path) -> dict[str, Any]:
     if "step" not in extra:
         raise UserError("was not written by `megatrain train`", str(directory), "load it with HostEngine.load")
     return extra
-
-
-def verify_checkpoint(directory: str | Path) -> tuple[list[UserError], int, int]:
-    """Compare every byte of a checkpoint with its checksum.
-
-    Returns:
-        (an error for every damaged file, which names it and its first damaged tensor; number of files; their bytes).
-
-    Raises:
-        UserError: There is no valid manifest to compare with.
-    """
-    directory = Path(directory)
-    manifest = read_manifest(directory, sizes=False)
-    total = sum(record.size for record in manifest.files.values())
-    return list(damages(directory, manifest.files)), len(manifest.files), total
 
 
 def latest_complete(

@@ -72,7 +72,7 @@ class UnitsPlan:
 
     Attributes:
         units: The units to write, in forward order; unit k goes to the k-th weights file.
-        model: Used for the family's conversion; a copy on meta if the live model may be in use during the save.
+        model: Used for the family's conversion.
         keep_fp32: Full names of weights that are saved as fp32.
         buffers: Unit name -> copies of its persistent buffers on the CPU.
         optim: The optimizer whose states are written.
@@ -131,9 +131,8 @@ def plan_units(
     Args:
         structure: The model.
         buffers: The model's buffers by full name; those that belong to the weights are saved.
-        optim: The optimizer whose states are saved.
-        weights_only: Leave out lo and the optimizer's states.
-        model: Used for the family's conversion instead of the structure's own.
+        optim, weights_only: See `UnitsPlan`.
+        model: Used for the family's conversion instead of the structure's own, which may be in use during the save.
     """
     own = structure.model
     assert isinstance(own, PreTrainedModel), type(own)
@@ -164,8 +163,7 @@ def plan_save(
 
     Args:
         directory: The folder to make, with its parents. It must not exist.
-        structure: The model.
-        units: How its units are written.
+        structure, units: The model, and how its units are written.
         state: The engine's state: `step`, and whatever `format.to_json` can write.
         source_folder: The folder the model came from; its tokenizer, template and other files are copied. None for a model in
             memory.
@@ -228,12 +226,9 @@ def write_begin(folder: FolderWriter, plan: SavePlan) -> None:
 
 
 def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFiles]) -> None:
-    """Write index and state.json when all units are in the folder, and give the folder its name.
+    """Write index and state.json, and give the folder its name.
 
-    Args:
-        folder: The folder.
-        plan: What was written.
-        written: Unit name -> what `write_unit` returned, in any order.
+    `written` is what `write_unit` returned for each unit, in any order.
     """
     files = plan.weights_files
     assert written.keys() == files.keys(), files.keys() ^ written.keys()

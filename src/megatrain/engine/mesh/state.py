@@ -1,17 +1,18 @@
-"""The state of all ranks in the shape that loading and saving expect: units with a fp32 master and the optimizer's states.
+"""The state of all ranks as a store of units, each with an fp32 master and the optimizer's states.
 
-The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters:
-what they write into it, every rank cuts its boxes from; for saving, units are gathered on the ranks that write (saving.py). So
-both engines share one checkpoint format, and any layout reads any other's.
+The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters: of what
+they write into it, every rank keeps its boxes; for saving, units are gathered on the ranks that write (saving.py). So both
+engines share one checkpoint format, and any layout reads any other's.
 
 [Note: who sends what]
-Every element has one sender: the first replicate rank, the first tensor rank of what tensor ranks share, the first stage of what
-is tied. A parameter is gathered by point-to-point messages of exactly these boxes.
+Every element has one sender: the first replicate rank, the first tensor rank if tensor ranks share it, the first stage if it is
+tied. A parameter is gathered by point-to-point messages of exactly these boxes.
 
 [Note: many gathers at once]
-Several ranks get a unit each at the same time. In turn s of as many as there are ranks, rank r sends to rank r - s what that one
-needs, and gets from rank r + s: at each moment nobody gets from two or sends to two, and hosts receive side by side. A rank that
-waits for a message has room for it alone. Who receives says so before it sends, so that two that wait for each other meet.
+Several ranks receive a unit each at the same time. There are as many turns as ranks: in turn s, rank r sends rank r - s its
+boxes and receives from rank r + s. So no rank ever sends to two or receives from two at once, and hosts receive in parallel. A
+rank that waits for a message has memory for it alone. It posts the receive before it sends, so that two ranks waiting for each
+other do not deadlock.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatrain.models.structure import Structure, Unit
 
 @dataclass(frozen=True)
 class _Held:
-    """A local parameter: the first or the second end of a tie, or an untied one."""
+    """A local parameter: an untied one, or one end of a tie."""
 
     parameter: nn.Parameter
     box: Box
@@ -44,7 +45,7 @@ class _Held:
 
 
 class _UnitView:
-    """What `load_weights` and `initialize` need of a unit's planes."""
+    """The interface of a unit's planes that `load_weights` and `initialize` use."""
 
     def __init__(self, state: MeshState, unit: Unit):
         self._state, self._unit = state, unit
@@ -55,7 +56,7 @@ class _UnitView:
 
 
 class MeshState:
-    """Masters and moments of the whole model, spread over the ranks. Construction is collective.
+    """Masters and optimizer states of the whole model, sharded over the ranks. Construction is collective.
 
     Args:
         structure: The whole model.
@@ -82,7 +83,7 @@ class MeshState:
 
     @property
     def local_units(self) -> set[str]:
-        """Units of which this rank holds a part."""
+        """Units that this rank holds a part of."""
         return {unit.name for unit in self._structure.units for _, full in unit.full_names() if full in self._held}
 
     def holder(self, unit: str) -> int | None:
@@ -93,29 +94,25 @@ class MeshState:
 
     @torch.no_grad()
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Cut this rank's boxes of a whole master. Names that it does not hold are passed over."""
+        """Keep this rank's boxes of a whole master; none if it holds none."""
         for held in self._held.get(name, []):
             own = local(held.parameter)
             own.copy_(value[held.box.slices].reshape(own.shape))
 
     @contextlib.contextmanager
     def restoring(self, name: str) -> Iterator[UnitPlanes]:
-        """Whole fp32 planes of a unit to be filled; this rank's boxes are cut from them at the end."""
-        unit = self._unit(name)
+        """Whole fp32 planes of a unit, to be filled; at the end of the block this rank keeps its boxes of them."""
         planes = self.empty_planes(name, 1 + len(self._states))
         yield planes
-        for entry_name, full in unit.full_names():
-            self.write(full, unit.layout.view(planes.hi, entry_name))
-            for held in self._held.get(full, []):
-                state = held.optimizer.state[held.parameter]
-                for spec in self._states:
-                    state[spec.torch_key] = torch.zeros_like(held.parameter)
-                    own = local(state[spec.torch_key])
-                    whole = unit.layout.view(planes.states[spec.name], entry_name)
-                    own.copy_(whole[held.box.slices].reshape(own.shape))
+        local_names = {full: local_name for local_name, full in self._unit(name).full_names()}
+        found: dict[str, list[list[torch.Tensor]]] = {}
+        for full, boxes in self.boxes(name).items():
+            whole = [planes.layout.view(plane, local_names[full]) for plane in (planes.hi, *planes.states.values())]
+            found[full] = [[plane[box] for plane in whole] for box in boxes]
+        self.write_boxes(found)
 
     def boxes(self, unit: str) -> dict[str, list[tuple[slice, ...]]]:
-        """What this rank holds of a unit's parameters: name -> the box of each end of a tie, or of the one there is."""
+        """This rank's boxes of a unit's parameters by full name: one, or that of each end of a tie."""
         return {
             full: [h.box.slices for h in self._held[full]]
             for _, full in self._unit(unit).full_names()
@@ -123,8 +120,8 @@ class MeshState:
         }
 
     @torch.no_grad()
-    def write_boxes(self, found: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Fill masters and states from the (planes, box) of every box of `boxes`."""
+    def write_boxes(self, found: Mapping[str, Sequence[torch.Tensor | Sequence[torch.Tensor]]]) -> None:
+        """Fill masters and states from (planes, box) for every box of `boxes`."""
         for name, values in found.items():
             for held, value in zip(self._held[name], values, strict=True):
                 state = held.optimizer.state[held.parameter]
@@ -135,32 +132,32 @@ class MeshState:
                     local(state[spec.torch_key]).copy_(plane.reshape(own.shape))
 
     def set_updates(self, updates: int) -> None:
-        """The number of updates behind the states that were restored."""
+        """Set the number of updates that the restored states have had."""
         for held in (h for several in self._held.values() for h in several):
             if updates == 0:
                 held.optimizer.state.pop(held.parameter, None)
             else:
-                here = local(held.parameter).device  # where the fused kernel wants the count
+                here = local(held.parameter).device  # the fused kernel wants the count there
                 held.optimizer.state[held.parameter]["step"] = torch.tensor(float(updates), device=here)
 
     # ---------------------------------------------------------------- out
 
     def sent_names(self, unit: str) -> list[str]:
-        """Parameters of a unit of which this rank sends a box. See [Note: who sends what]."""
+        """Parameters of a unit that this rank sends a box of. See [Note: who sends what]."""
         return self._sent_by(dist.get_rank(), unit)
 
     def sent_bytes(self, unit: str, planes: int) -> int:
-        """Of what `part` gives for them."""
+        """Bytes of their `part`s."""
         return 4 * planes * sum(math.prod(self._senders[dist.get_rank()][name].sizes) for name in self.sent_names(unit))
 
     def zeros(self, name: str, planes: int) -> torch.Tensor:
-        """(planes, box), of the size that `part` gives."""
+        """Zeros of the shape that `part` returns."""
         return self._values(dist.get_rank(), name, planes).zero_()
 
     def part(self, name: str, planes: int) -> torch.Tensor:
-        """(planes, box): this rank's master, then the optimizer's states, in fp32: a copy on the CPU, made when it returns.
+        """(planes, box): a CPU copy of this rank's master, then of the optimizer's states, in fp32.
 
-        The device holds no copy in between: the planes of an embedding are gigabytes, which a save may not find there.
+        No copy is made on the device, which may lack gigabytes for the planes of an embedding.
         """
         held = self._held[name][0]
         state: Mapping[str, Any] = held.optimizer.state.get(held.parameter, {})
@@ -172,7 +169,7 @@ class MeshState:
         return values
 
     def empty_planes(self, unit: str, planes: int) -> UnitPlanes:
-        """For `gather` to fill; with 1 plane there are no states."""
+        """Zeroed planes of a whole unit for `gather` to fill; with 1 plane there are no states."""
         layout = self._unit(unit).layout
         hi, *states = (torch.zeros(layout.numel, dtype=torch.float32) for _ in range(planes))
         named = {spec.name: plane for spec, plane in zip(self._states, states, strict=False)}
@@ -186,14 +183,14 @@ class MeshState:
         group: dist.ProcessGroup,
         planes: int,
     ) -> None:
-        """Units at once, each to the rank that it is for. Collective. See [Note: many gathers at once].
+        """Gather units, each on its rank, at the same time. Collective. See [Note: many gathers at once].
 
         Args:
-            units: Rank -> the unit that it gets.
-            whole: On these ranks, `empty_planes` of the unit, which are filled; None elsewhere.
-            read: Gives what `part` gives, now or from a copy.
+            units: Rank -> the unit that it receives.
+            whole: `empty_planes` of this rank's unit, which are filled; None if it receives none.
+            read: Returns a parameter's `part`, or a copy made earlier.
             group: All ranks, with gloo.
-            planes: All, or 1 for masters alone.
+            planes: Number of planes; 1 for masters alone.
         """
         me, world = dist.get_rank(), dist.get_world_size()
         for turn in range(world):
@@ -214,14 +211,14 @@ class MeshState:
                     self._lay_in(whole, source, coming, values)
 
     def _values(self, sender: int, name: str, planes: int) -> torch.Tensor:
-        """Room for what a rank sends of a parameter, (planes, box)."""
+        """Uninitialised (planes, box) for what a rank sends of a parameter."""
         return torch.empty((planes, *self._senders[sender][name].sizes), dtype=torch.float32)
 
     def _sent_by(self, rank: int, unit: str) -> list[str]:
         return [full for _, full in self._unit(unit).full_names() if full in self._senders[rank]]
 
     def _lay_in(self, whole: UnitPlanes | None, sender: int, name: str, values: torch.Tensor) -> None:
-        """Put a box of a parameter, (planes, box), where it belongs in its unit."""
+        """Copy a parameter's (planes, box) to its place in the unit."""
         assert whole is not None
         local_name = name.removeprefix(self._unit(whole.name).prefix)
         for plane, value in zip((whole.hi, *whole.states.values()), values, strict=True):
@@ -231,15 +228,8 @@ class MeshState:
         return next(unit for unit in self._structure.units if unit.name == name)
 
 
-def agree(ok: bool, device: torch.device) -> bool:
-    """Rank 0's word, on every rank. Collective."""
-    word = torch.tensor([int(ok)], device=device)
-    dist.broadcast(word, src=0)
-    return bool(word.item())
-
-
 def everyone(ok: bool, device: torch.device) -> bool:
-    """Whether all ranks say yes. Collective."""
+    """Whether it is so on all ranks. Collective."""
     word = torch.tensor([int(ok)], device=device)
     dist.all_reduce(word, op=dist.ReduceOp.MIN)
     return bool(word.item())
