@@ -506,7 +506,7 @@ def test_a_bug_keeps_its_traceback(own_files: Path) -> None:
         import importlib, sys
         from megatrain.commands.main import main
 
-        importlib.import_module("megatrain.run.preflight")._check_folder = lambda run: 1 / 0
+        importlib.import_module("megatrain.run.preflight").refuse_unwritable = lambda *_: 1 / 0
         sys.exit(main(["train", {str(own_files / "run.yaml")!r}]))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)

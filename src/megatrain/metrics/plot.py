@@ -221,9 +221,7 @@ def _figure(runs: Sequence[RunHistory], axis: Axis) -> Figure:
         trained = [record for record in run.records if record.step > 0]
 
         def line(
-            value: Callable[[StepRecord], float | None],
-            records: Sequence[StepRecord],
-            x_of: dict[int, float] = x_of,
+            value: Callable[[StepRecord], float | None], records: Sequence[StepRecord], x_of: dict[int, float] = x_of
         ) -> tuple[np.ndarray, np.ndarray]:
             steps, values = points(records, value)
             return np.interp(steps, list(x_of), list(x_of.values())), values

@@ -198,10 +198,11 @@ class MeshRecord:
     stage_layers: tuple[int, ...] = ()
     better_stage_layers: tuple[int, ...] | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """The figures as `metrics.jsonl` holds them."""
+    def plain(self, mfu: float | None) -> dict[str, Any]:
+        """The figures as `metrics.jsonl` holds them, with the step's MFU."""
         left_out = ("sampled", "stage_layers", "better_stage_layers")
-        return {name: value for name, value in asdict(self).items() if value is not None and name not in left_out}
+        figures = {"mfu": mfu, **asdict(self)}
+        return {name: value for name, value in figures.items() if value is not None and name not in left_out}
 
 
 # ---------------------------------------------------------------- the record of a step, and its file

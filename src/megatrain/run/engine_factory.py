@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.schema import (
-    ActivationsConfig,
-    BatchConfig,
-    MemoryConfig,
-    PrecisionConfig,
-    RunConfig,
-    RunSection,
-)
+from megatrain.config.schema import ActivationsConfig, BatchConfig, MemoryConfig, PrecisionConfig, RunConfig, RunSection
 from megatrain.engine.base import Engine
 from megatrain.engine.mesh import launch
 from megatrain.engine.mesh.layout import Layout, MeshPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,46 +21,41 @@ from megatrain.units import counted
 
 
 @dataclass(frozen=True)
-class SourceLoss:
-    """Cross entropy over the target tokens of one source.
+class CrossEntropySum:
+    """Cross entropy over some target tokens.
 
     Attributes:
-        name: Path of the source.
         loss_sum: Sum over the target tokens [nats].
         tokens: Target tokens.
     """
 
-    name: str
     loss_sum: float
     tokens: int
 
     @property
     def loss(self) -> float | None:
         """Mean over the target tokens [nats]; None if there are none."""
-        return _mean(self.loss_sum, self.tokens)
+        return self.loss_sum / self.tokens if self.tokens else None
+
+    def __str__(self) -> str:
+        over = f"over {counted(self.tokens, 'token')}"
+        if self.loss is None:
+            return f"n/a {over}"
+        # exp leaves the range of a double near 709; an untrained model can be worse
+        return f"{self.loss:.4f}, perplexity {math.exp(self.loss) if self.loss < 700 else math.inf:.4g} {over}"
 
 
 @dataclass(frozen=True)
-class EvalSummary:
-    """Cross entropy over all target tokens of a validation set.
+class EvalSummary(CrossEntropySum):
+    """Cross entropy over a validation set.
 
     Attributes:
-        sources: Cross entropy of each source, in config order.
+        sources: (path, its part) of each source, in config order.
         seconds: Wall time.
     """
 
-    sources: tuple[SourceLoss, ...]
+    sources: Sequence[tuple[str, CrossEntropySum]]
     seconds: float
-
-    @property
-    def tokens(self) -> int:
-        """Target tokens."""
-        return sum(source.tokens for source in self.sources)
-
-    @property
-    def loss(self) -> float | None:
-        """Mean over the target tokens [nats]; None if the set has none."""
-        return _mean(sum(source.loss_sum for source in self.sources), self.tokens)
 
 
 def evaluate(
@@ -78,7 +73,7 @@ def evaluate(
         The summary; None if it was aborted.
     """
     start = time.perf_counter()
-    sources: list[SourceLoss] = []
+    sources: list[tuple[str, CrossEntropySum]] = []
     first = 0
     for group in rows.groups:
         end = first + len(group)
@@ -89,9 +84,10 @@ def evaluate(
             result = engine.eval_step(rows.batch(range(begin, min(begin + rows_per_batch, end))))
             loss_sum += result.loss_sum
             tokens += result.tokens
-        sources.append(SourceLoss(group.name, loss_sum, tokens))
+        sources.append((group.name, CrossEntropySum(loss_sum, tokens)))
         first = end
-    return EvalSummary(tuple(sources), time.perf_counter() - start)
+    loss_sum, tokens = sum(part.loss_sum for _, part in sources), sum(part.tokens for _, part in sources)
+    return EvalSummary(loss_sum, tokens, sources, time.perf_counter() - start)
 
 
 def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSummary:
@@ -122,20 +118,7 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
             found = evaluate(engine, rows, rows_per_batch=run.rows_per_step)
         assert found is not None, "nothing aborts this evaluation"
         if len(found.sources) > 1:
-            for source in found.sources:
-                log.info(f"  {source.name}: loss {_in_words(source.loss)} over {counted(source.tokens, 'token')}")
-        log.info(
-            f"validation loss {_in_words(found.loss)} over {counted(found.tokens, 'token')}, {found.seconds:.1f} s"
-        )
+            for name, part in found.sources:
+                log.info(f"  {name}: loss {part}")
+        log.info(f"validation loss {found}, {found.seconds:.1f} s")
     return found
-
-
-def _mean(loss_sum: float, tokens: int) -> float | None:
-    return loss_sum / tokens if tokens else None
-
-
-def _in_words(loss: float | None) -> str:
-    if loss is None:
-        return "n/a"
-    # exp leaves the range of a double near 709; an untrained model can be worse
-    return f"{loss:.4f}, perplexity {math.exp(loss) if loss < 700 else math.inf:.4g}"

@@ -128,10 +128,7 @@ class HostWatermark:
     """
 
     def __init__(
-        self,
-        reserve_bytes: int,
-        on_low: Callable[[int], None],
-        available: Callable[[], int] = available_host_bytes,
+        self, reserve_bytes: int, on_low: Callable[[int], None], available: Callable[[], int] = available_host_bytes
     ):
         self._reserve_bytes, self._on_low, self._available = reserve_bytes, on_low, available
         self._ended = threading.Event()

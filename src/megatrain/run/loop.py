@@ -121,7 +121,10 @@ def train(
             folder.open(run, log)
             coordinator.begin(folder.path)
             if coordinator.attempt:
-                log.info(f"attempt {coordinator.attempt + 1} of this job: restarted after a failure, {_from(prepared)}")
+                resumed = (
+                    f"resuming after step {prepared.past.step}" if prepared.start_from else "nothing was saved yet"
+                )
+                log.info(f"attempt {coordinator.attempt + 1} of this job: restarted after a failure, {resumed}")
             with engine_for(prepared, engine, coordinator, log) as running:
                 loop = TrainingLoop(prepared, running, folder, log, requests, coordinator)
                 start.close()
@@ -358,7 +361,7 @@ class TrainingLoop:
             skipped=result.skipped,
             skipped_steps=before + bool(result.skipped),
             pipeline=self.health.pipeline(result.pipeline, data_wait_s),
-            mesh=_mesh_figures(ranks, mfu),
+            mesh=ranks.plain(mfu) if ranks is not None else {},
         )
         return record, ranks
 
@@ -536,38 +539,24 @@ class TrainingLoop:
         }
 
     def _summary(self) -> TrainSummary:
-        history = self.records.history
-        losses = [record.loss for record in history if record.loss is not None]
-        validated = [(record.step, record.val_loss) for record in history if record.val_loss is not None]
-        val_step, val_loss = validated[-1] if validated else (None, None)
+        losses = [record.loss for record in self.records.history if record.loss is not None] or [None]
+        validated = [record for record in self.records.history if record.val_loss is not None]
         return TrainSummary(
             folder=self.folder.path,
             step=self.step,
             total_steps=self.total_steps,
-            first_loss=losses[0] if losses else None,
-            last_loss=losses[-1] if losses else None,
-            val_loss=val_loss,
-            val_step=val_step,
+            first_loss=losses[0],
+            last_loss=losses[-1],
+            val_loss=validated[-1].val_loss if validated else None,
+            val_step=validated[-1].step if validated else None,
             checkpoint=self.saves.checkpoint,
             stopped_by=self.requests.stop,
-            first_val_loss=validated[0][1] if len(validated) > 1 else None,
+            first_val_loss=validated[0].val_loss if len(validated) > 1 else None,
         )
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _mesh_figures(ranks: MeshRecord | None, mfu: float | None) -> dict[str, Any]:
-    if ranks is None:
-        return {}
-    return {**({"mfu": mfu} if mfu is not None else {}), **ranks.plain()}
-
-
-def _from(prepared: Prepared) -> str:
-    if prepared.start_from is None:
-        return "starting from the beginning: nothing was saved"
-    return f"resuming after step {prepared.past.step}"
 
 
 def _last_words(summary: TrainSummary, folder: RunFolder) -> str:

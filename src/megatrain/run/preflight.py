@@ -63,17 +63,20 @@ def preflight(
     run: RunConfig, problems: Problems, *, resume: str | None, allowed: Collection[ChangeName]
 ) -> tuple[Start, ModelFiles | None]:
     """Run every fast check; what is wrong goes into `problems`. Returns the run's start and the model's files."""
-    start = Start()
+    start, folder = Start(), Path(run.run.dir)
     with problems.collect():
-        start = _start(run, resume)
+        if (checkpoint := RunFolder(folder).resume_point(resume)) is not None:
+            start = Start(checkpoint, saved_extra(checkpoint))
     with problems.collect():
-        _check_folder(run)
+        if not folder.is_file():  # `resume_point` reports a file
+            refuse_unwritable(folder, "set run.dir to another place")
     with problems.collect():
         optimizer(run)
     with problems.collect():
         device_of(run.run.device)
-    with problems.collect():
-        _check_threads(run)
+    if run.run.threads is not None and run.run.threads > MOST_THREADS:
+        what = f"{run.run.threads} threads are more than the {MOST_THREADS} that this machine can use"
+        problems.found.append(UserError(what, "run.threads", "leave it out to use the cores of the process"))
     if run.engine == "host":
         for name in ParallelConfig.model_fields:
             if getattr(run.parallel, name) != getattr(ParallelConfig(), name):
@@ -110,9 +113,9 @@ def preflight_data(run: RunConfig, problems: Problems, model: ModelFiles | None)
     if run.data.chat_template is not None:
         with problems.collect():
             read_template(run.data.chat_template)
-    if run.data.cache_dir is not None:
-        with problems.collect():
-            _check_cache(Path(run.data.cache_dir).expanduser())
+    if run.data.cache_dir is not None and not (cache := Path(run.data.cache_dir).expanduser()).is_dir():
+        with problems.collect():  # an existing cache need not be writable
+            refuse_unwritable(cache, "set data.cache_dir to another place")
     if model is not None:
         with problems.collect():
             check_row_length(run.data.max_tokens, model.positions)
@@ -200,29 +203,3 @@ def refuse_unwritable(folder: Path, remedy: str) -> None:
         raise UserError("is a file, not a folder", str(place), remedy)
     if not os.access(place, os.W_OK):
         raise UserError("is not writable", str(place), remedy)
-
-
-def _start(run: RunConfig, resume: str | None) -> Start:
-    start_from = RunFolder(run.run.dir).resume_point(resume)
-    return Start(start_from, saved_extra(start_from)) if start_from is not None else Start()
-
-
-def _check_folder(run: RunConfig) -> None:
-    if Path(run.run.dir).is_file():
-        return  # `resume_point` says so
-    refuse_unwritable(Path(run.run.dir), "set run.dir to another place")
-
-
-def _check_cache(folder: Path) -> None:
-    """An existing cache need not be writable."""
-    if not folder.is_dir():
-        refuse_unwritable(folder, "set data.cache_dir to another place")
-
-
-def _check_threads(run: RunConfig) -> None:
-    if run.run.threads is not None and run.run.threads > MOST_THREADS:
-        raise UserError(
-            f"{run.run.threads} threads are more than the {MOST_THREADS} that this machine can use",
-            "run.threads",
-            "leave it out to use the cores of the process",
-        )

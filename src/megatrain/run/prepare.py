@@ -27,15 +27,7 @@ from megatrain.optim.spec import unmatched_groups
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import check_cpu_memory, plan_run
 from megatrain.run.engine_factory import check_mesh
-from megatrain.run.preflight import (
-    ModelFiles,
-    Steps,
-    optimizer,
-    preflight,
-    preflight_data,
-    preflight_model,
-    steps_of,
-)
+from megatrain.run.preflight import ModelFiles, optimizer, preflight, preflight_data, preflight_model, steps_of
 from megatrain.run.resume import Past, past_of
 from megatrain.run.saves import checkpoints_at_once, refuse_if_disk_too_small
 from megatrain.units import abbreviated, counted, dtype_name, gib
@@ -109,9 +101,20 @@ def prepare(
                 _check_disk(run, checkpoint_bytes, run.schedule.steps, log)
     problems.raise_all()
 
-    loader, val = _load_data(run, files, log)
+    rows, val = load_data(
+        run.data,
+        files.tokenizer,
+        vocab_size=files.vocab_size,
+        model_max_length=files.positions,
+        seed=run.run.seed,
+        log=log,
+    )
+    loader = StepLoader(rows, run.rows_per_step, seed=run.run.seed)
     steps = steps_of(run, loader.steps_per_epoch)
-    _log_steps(run, steps, loader, log)
+    log(
+        f"{counted(steps.total, 'step')} of {run.batch.tokens_per_step:,} tokens ({loader.steps_per_epoch:,} per epoch); "
+        f"{run.schedule.kind} schedule, {counted(steps.warmup, 'step')} of warm-up to {run.optim.learning_rate:g}"
+    )
     if run.schedule.steps is None:
         _check_disk(run, checkpoint_bytes, steps.total, log)
     _warn(run, loader)
@@ -185,18 +188,6 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
     return sum(unit.layout.numel for unit in structure.units)
 
 
-def _load_data(run: RunConfig, files: ModelFiles, log: Callable[[str], None]) -> tuple[StepLoader, PackedRows | None]:
-    rows, val = load_data(
-        run.data,
-        files.tokenizer,
-        vocab_size=files.vocab_size,
-        model_max_length=files.positions,
-        seed=run.run.seed,
-        log=log,
-    )
-    return StepLoader(rows, run.rows_per_step, seed=run.run.seed), val
-
-
 def _check_memory(run: RunConfig, files: ModelFiles, log: Callable[[str], None]) -> None:
     """Compare the run with the machine's memory, by its plan on a GPU and by formula on a CPU. Raises PlanRefused."""
     if device_of(run.run.device).type == "cuda":
@@ -213,13 +204,6 @@ def _check_disk(run: RunConfig, checkpoint_bytes: int, total_steps: int, log: Ca
     else:
         log("disk: no checkpoint is configured (checkpoint.every_steps, checkpoint.at_end)")
     refuse_if_disk_too_small(run, checkpoint_bytes, count)
-
-
-def _log_steps(run: RunConfig, steps: Steps, loader: StepLoader, log: Callable[[str], None]) -> None:
-    log(
-        f"{counted(steps.total, 'step')} of {run.batch.tokens_per_step:,} tokens ({loader.steps_per_epoch:,} per epoch); "
-        f"{run.schedule.kind} schedule, {counted(steps.warmup, 'step')} of warm-up to {run.optim.learning_rate:g}"
-    )
 
 
 def _warn(run: RunConfig, loader: StepLoader) -> None:

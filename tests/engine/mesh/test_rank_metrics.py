@@ -64,7 +64,7 @@ def test_the_straggler_is_found_among_its_peers() -> None:
     found = combined(four, layout, [4, 4], [[], []])
     assert (found.slowest_rank, found.slowest_excess) == (3, pytest.approx(0.4))
     assert found.stage_busy_s == (1.0, 3.0) and found.imbalance == pytest.approx(0.5)
-    assert "bubble_simulated" in found.plain() and "exposed_messages_s" not in found.plain()
+    assert "bubble_simulated" in found.plain(None) and "exposed_messages_s" not in found.plain(None)
 
 
 def test_one_rank_has_no_peers() -> None:

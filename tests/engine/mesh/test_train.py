@@ -76,6 +76,13 @@ def test_a_run_has_the_host_engines_losses(files: Path, tmp_path: Path, host_los
     assert names == {"config.yaml", "metrics.jsonl", "log.txt", "loss.png", "checkpoints"}
 
 
+def test_a_run_over_context_ranks_has_the_host_engines_losses(
+    files: Path, tmp_path: Path, host_losses: list[float]
+) -> None:
+    assert ranks.run(2, train, files, tmp_path / "run", "--parallel.context=2", *VALIDATED) == [0, 0]
+    assert losses(tmp_path / "run") == pytest.approx(host_losses, rel=1e-5)
+
+
 def test_a_run_goes_on_in_another_layout(files: Path, tmp_path: Path, host_losses: list[float]) -> None:
     """Another number of data ranks continues with the right samples, another layout with the right state."""
     folder = tmp_path / "run"

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 EXIT_HANG = 75
@@ -141,15 +142,13 @@ class Watchdog:
     def _neighbour_gone(self) -> str | None:
         host = self._ranks[self._rank][0]
         for rank, (other, pid, _) in enumerate(self._ranks):
-            if other == host and rank != self._rank and not self._ending and not _alive(pid):
+            if other == host and rank != self._rank and not self._ending and not psutil.pid_exists(pid):
                 return f"rank {rank} (process {pid}) is gone"
         return None
 
     def _others_expired(self) -> str | None:
         flag = self.folder / "expired"
-        if not flag.exists():
-            return None
-        return f"asked by {flag}"
+        return f"asked by {flag}" if flag.exists() else None
 
     def _give_up(self, reason: str) -> None:
         try:
@@ -182,7 +181,7 @@ class Watchdog:
         host = self._ranks[self._rank][0]
         while True:
             silent = [r for r in silent if not self._file(r).exists()]
-            waiting = [r for r in silent if self._ranks[r][0] != host or _alive(self._ranks[r][1])]
+            waiting = [r for r in silent if self._ranks[r][0] != host or psutil.pid_exists(self._ranks[r][1])]
             if not waiting or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -203,16 +202,6 @@ class Watchdog:
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.txt"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def unwatched(kind: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
