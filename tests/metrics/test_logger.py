@@ -43,7 +43,7 @@ def test_our_lines_reach_console_and_file_others_only_the_file(tmp_path: Path, c
     assert "after the run" not in text
 
 
-def test_what_transformers_says_goes_to_the_file(
+def test_messages_of_transformers_go_to_the_file(
     tmp_path: Path, console: Console, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quiet_libraries()
@@ -66,7 +66,7 @@ def test_a_traceback_is_kept_in_the_file(tmp_path: Path, console: Console) -> No
     assert shown(console) == ""
 
 
-def test_a_resumed_run_goes_on_in_its_log(tmp_path: Path, console: Console) -> None:
+def test_a_resumed_run_appends_to_its_log(tmp_path: Path, console: Console) -> None:
     for text in ("first", "second"):
         with RunLogger(console) as log:
             log.open_folder(tmp_path)
@@ -132,7 +132,7 @@ def test_a_terminal_has_a_bar_and_the_log_every_line(tmp_path: Path, monkeypatch
     assert "\x1b" not in plain, "no colours and no bars in the log"
 
 
-def test_what_is_no_step_is_a_word_beside_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_a_word_beside_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = terminal(monkeypatch)
     with RunLogger(console) as log:
         log.open_folder(tmp_path)
@@ -154,7 +154,7 @@ def test_what_is_no_step_is_a_word_beside_the_bar(tmp_path: Path, monkeypatch: p
     assert lines == ["first step: compiling", "step 1: validating", "saving step 1 (1.5 GiB)"]
 
 
-def test_what_is_no_step_is_one_line_without_a_terminal(console: Console) -> None:
+def test_a_state_is_one_line_without_a_terminal(console: Console) -> None:
     with RunLogger(console) as log:
         log.begin(0, 50)
         with log.state("validating", "step 1: validating"):
@@ -170,7 +170,7 @@ def test_a_skipped_step_is_always_a_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert "SKIPPED: loss is nan" in shown(console)
 
 
-def test_an_error_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_removes_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     console = terminal(monkeypatch)
 
     def failing() -> None:
@@ -183,7 +183,7 @@ def test_an_error_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[?25h" in shown(console), "the cursor is shown again"
 
 
-def test_long_reading_is_a_bar_on_a_terminal_and_few_lines_elsewhere(
+def test_long_work_is_a_bar_on_a_terminal_and_few_lines_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = logging.getLogger("megatrain.data.build")
@@ -206,5 +206,5 @@ def test_long_reading_is_a_bar_on_a_terminal_and_few_lines_elsewhere(
     assert read(Console(file=io.StringIO(), soft_wrap=True)).count("%") == 21
 
 
-def test_the_bar_says_loss_speed_and_time_left() -> None:
+def test_the_bar_shows_loss_speed_and_time_left() -> None:
     assert bar_text(record(1, loss=2.5), 3723.4) == "loss 2.5000  2.0k tok/s  ETA 1:02:03"

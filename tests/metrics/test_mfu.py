@@ -58,13 +58,13 @@ def test_a_step_without_a_token_has_none(shape: ModelShape) -> None:
     assert mfu.Utilisation(shape, 1.0).mfu(np.zeros(0, np.int64), 0, 1.0) == 0.0
 
 
-def test_documents_of_a_row_do_not_pay_for_each_other(shape: ModelShape) -> None:
+def test_flops_do_not_count_attention_between_documents_of_a_row(shape: ModelShape) -> None:
     one = mfu.Utilisation(shape, 2.0)
     assert one.mfu(np.array([512]), 0, 1.0) > one.mfu(np.array([64] * 8), 0, 1.0)
     assert one.mfu(np.array([512]), 0, 2.0) == one.mfu(np.array([512]), 0, 1.0) / 2
 
 
-def test_the_line_and_the_file_have_it(
+def test_the_log_line_and_the_file_have_the_mfu(
     tmp_path: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path)

@@ -38,7 +38,7 @@ def test_each_line_is_in_the_file_when_its_step_ends(tmp_path: Path) -> None:
         assert [found.step for found in read_records(path)] == [1]
 
 
-def test_resume_removes_what_will_be_computed_again(tmp_path: Path) -> None:
+def test_resume_drops_records_of_steps_to_be_repeated(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(8))
     writer = write(path, range(6, 9), resume_step=5)
@@ -68,7 +68,7 @@ def test_the_old_file_stays_whole_until_the_new_one_is(tmp_path: Path, monkeypat
     assert path.read_bytes() == before
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     path.write_bytes(path.read_bytes()[:-10])
@@ -86,7 +86,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_records(path)
 
 
-def test_names_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
+def test_unknown_names_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 2))
     path.write_bytes(path.read_bytes().replace(b'{"step"', b'{"mfu":0.5,"step"'))

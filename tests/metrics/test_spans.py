@@ -50,7 +50,7 @@ def test_copies_are_hidden_where_the_device_works_inside_the_step() -> None:
     assert found.overlap == pytest.approx(3 / 6)
 
 
-def test_copies_that_run_both_ways_at_once_are_one_time() -> None:
+def test_copies_in_both_directions_at_once_count_their_time_once() -> None:
     spans = [
         STEP,
         Span("h2d", "a", 101.0, 103.0, 1),
@@ -88,7 +88,7 @@ def test_adamw_is_measured_while_it_runs_on_any_unit() -> None:
     assert found.adamw_gbps == pytest.approx(52.0)
 
 
-def test_shares_are_of_what_was_measured_and_missing_where_nothing_was() -> None:
+def test_shares_are_missing_where_nothing_was_measured() -> None:
     record = PipelineRecord(computed_s=1.0, h2d=Link(bytes=10, busy_s=1.0, gbps=30.0), adamw_gbps=40.0)
     found = with_shares(record, h2d_gbps=50.0, d2h_gbps=50.0, host_gbps=80.0)
     assert found.h2d is not None
@@ -97,7 +97,7 @@ def test_shares_are_of_what_was_measured_and_missing_where_nothing_was() -> None
     assert unknown == record
 
 
-def test_a_record_comes_back_from_its_json() -> None:
+def test_a_record_survives_its_json() -> None:
     record = PipelineRecord(
         computed_s=1.0,
         waited_s={"weights": 0.5},

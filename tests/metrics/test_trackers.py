@@ -64,7 +64,7 @@ def test_a_service_gets_every_step_in_order(tmp_path: Path) -> None:
     assert warnings == []
 
 
-def test_numbers_have_names_and_only_those_that_are_there() -> None:
+def test_only_known_numbers_are_sent() -> None:
     found = numbers_of(record(3, val_loss=2.25, grad_norm=None))
     assert found["train/loss"] == 2.5
     assert found["val/loss"] == 2.25
@@ -74,7 +74,7 @@ def test_numbers_have_names_and_only_those_that_are_there() -> None:
     assert numbers_of(record(0, loss=None, val_loss=3.0)) == {"val/loss": 3.0}
 
 
-def test_figures_of_the_pipeline_go_along() -> None:
+def test_pipeline_figures_are_sent() -> None:
     link = Link(bytes=1, busy_s=1.0, gbps=40.0)
     pipeline = PipelineRecord(computed_s=1.5, waited_s={"weights": 0.25}, h2d=link, overlap=0.9)
     found = {
@@ -97,7 +97,7 @@ def leaves(*_: object) -> Any:
 
 
 @pytest.mark.parametrize(("service", "reason"), [(broken, "no route to the service;"), (leaves, "1;")])
-def test_a_service_that_fails_is_named_and_left(tmp_path: Path, service: Any, reason: str) -> None:
+def test_a_service_that_fails_is_named_and_dropped(tmp_path: Path, service: Any, reason: str) -> None:
     use("wandb", service)
     use("trackio", Memory)
     warnings: list[str] = []

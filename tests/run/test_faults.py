@@ -1,4 +1,4 @@
-"""Faults of whole runs: divergence, failing saves, signals by file, changed configs (CASES 6, 21, 22, 24, 27, 28)."""
+"""Faults of whole runs: divergence, failing saves, signals by file, changed configs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ ROLLBACK = (
 )
 
 
-def test_a_divergence_goes_back_and_leaves_the_bad_data_out(files: Path, tmp_path: Path, noted: Any) -> None:
+def test_a_divergence_rolls_back_and_skips_the_bad_data(files: Path, tmp_path: Path, noted: Any) -> None:
     """Batches 4 and 5 are bad: steps 5 and 6 are taken again with the batches behind them, and nothing else is lost."""
     run = make(files, tmp_path, *ROLLBACK, "--schedule.steps=8", "--batch.tokens_per_step=128")
     engine = BadBatches(files, run, {4, 5})
@@ -115,7 +115,7 @@ def test_a_divergence_goes_back_and_leaves_the_bad_data_out(files: Path, tmp_pat
     assert again.seen == [8, 9]
 
 
-def test_rollbacks_are_counted_and_end(files: Path, tmp_path: Path, noted: Any) -> None:
+def test_rollbacks_are_counted_and_limited(files: Path, tmp_path: Path, noted: Any) -> None:
     run = make(files, tmp_path, *ROLLBACK, "--schedule.steps=9", "--batch.tokens_per_step=64", "--run.max_rollbacks=2")
     with pytest.raises(NumericStop, match="after 2 rollbacks") as caught:
         train(run, engine=BadBatches(files, run, set(range(2, 40))))
@@ -279,7 +279,7 @@ RESUMES = {
 
 @pytest.mark.parametrize("name", RESUMES)
 def test_ten_steps_equal_five_and_five(name: str, files: Path, tmp_path: Path) -> None:
-    """CASES 21, 22: weights, moments, metrics and order of samples; step 5 is in the middle of an epoch."""
+    """Weights, moments, metrics and order of samples; step 5 is in the middle of an epoch."""
     words = ("--schedule.steps=10", "--schedule.kind=cosine", "--checkpoint.every_steps=5", "--checkpoint.keep=null")
     words += ("--data.val={fraction: 0.2}", "--eval.every_steps=5", *RESUMES[name])
     whole = make(files, tmp_path / "whole", *words)
@@ -326,7 +326,7 @@ def failing_saves(monkeypatch: pytest.MonkeyPatch, code: int, saves: set[int]) -
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_a_save_that_fails_is_a_warning_and_the_run_goes_on(
+def test_a_save_that_fails_is_a_warning_and_the_run_continues(
     background: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (
@@ -372,7 +372,7 @@ def test_the_last_save_must_not_fail_quietly(files: Path, tmp_path: Path, monkey
 
 
 def test_sigterm_while_a_checkpoint_streams_in(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 27: the load is given up, nothing is computed or written, and the run ends in order."""
+    """The load is cancelled, nothing is computed or written, and the run ends in order."""
     run = make(files, tmp_path, "--schedule.steps=3")
     train(run)
     before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -398,7 +398,7 @@ def test_sigterm_while_a_checkpoint_streams_in(files: Path, tmp_path: Path, monk
 
 @pytest.mark.parametrize("unit", ["embedding", "layer.1"])
 def test_a_damaged_checkpoint_is_not_trained_on(unit: str, files: Path, tmp_path: Path) -> None:
-    """CASES 28: found while it streams in, before any step is recorded; file, tensor and the newest other one are named."""
+    """Found while it streams in, before any step is recorded; file, tensor and the newest other checkpoint are named."""
     run = make(files, tmp_path, "--schedule.steps=4", "--checkpoint.every_steps=2")
     train(run)
     path = tmp_path / "run" / "checkpoints" / "step_000004" / "state" / f"{unit}.safetensors"

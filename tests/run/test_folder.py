@@ -1,4 +1,4 @@
-"""The run's folder: who may start there, where a run goes on, and what is removed (CASES 23, 24, 36)."""
+"""The run's folder: who may start there, where a run resumes, and what is removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_new_run_takes_an_empty_or_missing_folder(tmp_path: Path, exists: bool
     assert folder.exists() == exists
 
 
-def test_a_folder_with_anything_in_it_is_not_started_in(tmp_path: Path) -> None:
+def test_a_run_does_not_start_in_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     for resume, message in ((None, "is not empty"), ("auto", "holds files but no run")):
         with pytest.raises(UserError, match=message):
@@ -69,8 +69,8 @@ def test_without_a_complete_checkpoint_auto_starts_and_latest_fails(tmp_path: Pa
 
 
 @pytest.mark.parametrize("left", [["checkpoints"], ["config.yaml.new"], ["checkpoints", "config.yaml.new"]])
-def test_a_start_that_was_killed_at_once_is_no_run(tmp_path: Path, left: list[str]) -> None:
-    """CASES 23: between making the folder and writing the config that marks it as a run's."""
+def test_a_start_killed_at_once_leaves_no_run(tmp_path: Path, left: list[str]) -> None:
+    """Killed between creating the folder and writing the config that marks it as a run's."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     for name in left:
@@ -103,7 +103,7 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         run.resume_point(str(tmp_path))
 
 
-def test_old_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
+def test_only_old_checkpoints_are_removed(tmp_path: Path) -> None:
     run = make(tmp_path / "run", 1, 2, 3)
     make(run.path, 4, complete=False)
     (run.checkpoints / "my_favourite").mkdir()
@@ -132,7 +132,7 @@ def test_latest_names_the_newest(tmp_path: Path) -> None:
         assert (run.checkpoints / "latest").read_text() == f"step_{step:06d}\n"
 
 
-def test_what_dead_processes_left_is_tidied_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
     run = make(tmp_path / "run", 1, 2)
     dead = json.dumps({**writer_identity(), "started": 1.0})
     half = run.checkpoints / "step_000003.tmp-1"

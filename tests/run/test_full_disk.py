@@ -98,7 +98,7 @@ def test_a_full_disk_under_the_log_is_a_warning(
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "latest"])
-def test_every_small_file_that_the_disk_refuses_is_named(
+def test_a_file_that_the_disk_refuses_is_named(
     name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Path.replace
@@ -115,7 +115,7 @@ def test_every_small_file_that_the_disk_refuses_is_named(
         train(make(files, tmp_path), engine=CountingEngine())
 
 
-def test_a_write_that_the_system_takes_in_part_is_gone_on_with() -> None:
+def test_a_partial_write_is_continued() -> None:
     class Slow(RawIOBase):
         taken = b""
 

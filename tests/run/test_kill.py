@@ -11,7 +11,7 @@ import kill_harness
 
 
 def test_killed_and_resumed_runs_end_like_undisturbed_ones(tmp_path: Path) -> None:
-    """CASES 21, 23, 45. In a process of its own: the trainers are forked, and pytest's process may have threads."""
+    """Runs in a separate process: the trainers are forked, and pytest's process may have threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, kill_harness.__file__, "--kills=4", "--steps=5", "--seed=3", f"--folder={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)

@@ -87,9 +87,7 @@ def test_a_start_that_is_refused_leaves_no_folder(files: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_of_a_file_whose_name_was_removed_is_worth_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder ends between another process's opening and locking of its file."""
     real, holder = fcntl.flock, RunLock(tmp_path)
     holder.__enter__()

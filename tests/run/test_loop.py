@@ -78,7 +78,7 @@ def test_the_folder_of_a_run(files: Path, tmp_path: Path) -> None:
     assert log.count("  loss ") == 4
 
 
-def test_the_last_words_of_a_run(files: Path, tmp_path: Path) -> None:
+def test_the_summary_line_of_a_run(files: Path, tmp_path: Path) -> None:
     words = ["--schedule.steps=2", "--data.val={fraction: 0.5}", "--eval.at_start"]
     run = make(files, tmp_path, *words, "--checkpoint.at_end=false", "--checkpoint.every_steps=null")
     summary = train(run, engine=CountingEngine())
@@ -93,7 +93,7 @@ def test_the_last_words_of_a_run(files: Path, tmp_path: Path) -> None:
         assert part in last
 
 
-# CASES 3: the last, partial step of an epoch is trained with its own token count.
+# ---- partial steps, steps without targets
 
 
 def test_the_partial_step_of_an_epoch_is_trained(files: Path, tmp_path: Path) -> None:
@@ -120,9 +120,6 @@ def test_speed_counts_no_padding(files: Path, tmp_path: Path) -> None:
     assert record.trained_tokens == record.processed_tokens - 3
 
 
-# CASES 4: no target token in a whole step.
-
-
 def test_a_step_without_targets_is_not_a_loss_of_zero(files: Path, tmp_path: Path) -> None:
     engine = CountingEngine(lambda step: StepResult(None, None, 0, "no target tokens") if step in (2, 3) else None)
     run = make(files, tmp_path, "--run.max_bad_steps=2")
@@ -136,7 +133,7 @@ def test_a_step_without_targets_is_not_a_loss_of_zero(files: Path, tmp_path: Pat
     assert "loss n/a" in log
 
 
-# CASES 6 in the loop: counted, shown, and N in a row stop the run.
+# ---- steps that are not finite
 
 
 def test_steps_that_are_not_finite_stop_the_run_only_in_a_row(files: Path, tmp_path: Path) -> None:
@@ -167,13 +164,13 @@ def test_a_run_that_skipped_all_of_its_steps_has_failed(files: Path, tmp_path: P
     assert "nothing was trained" in log_of(run)
 
 
-def test_a_run_that_took_one_step_has_not(files: Path, tmp_path: Path) -> None:
+def test_a_run_that_took_one_step_has_not_failed(files: Path, tmp_path: Path) -> None:
     bad = StepResult(float("nan"), float("inf"), 100, "gradient norm is not finite")
     run = make(files, tmp_path, "--schedule.steps=3", "--run.max_bad_steps=10")
     assert train(run, engine=CountingEngine(lambda step: bad if step > 1 else None)).step == 3
 
 
-# CASES 12 and 20 in the loop.
+# ---- evaluation
 
 
 def test_evaluation_changes_nothing_and_takes_no_more_rows_than_a_step(files: Path, tmp_path: Path) -> None:
@@ -201,7 +198,7 @@ def test_evaluation_changes_nothing_and_takes_no_more_rows_than_a_step(files: Pa
     assert len({record.val_tokens for record in found if record.val_tokens}) == 1
 
 
-# CASES 22: resume is exact, by step number alone.
+# ---- resume is exact, by step number alone
 
 
 def test_two_halves_equal_the_whole(files: Path, tmp_path: Path) -> None:
@@ -289,7 +286,7 @@ def test_old_checkpoints_go_when_the_new_one_is_complete(files: Path, tmp_path: 
     assert names == {"step_000005", "step_000006", "latest"}
 
 
-# CASES 27: a signal loses nothing, during an evaluation either.
+# ---- a signal loses nothing, not even during an evaluation
 
 
 def test_a_signal_during_an_evaluation_ends_it_and_saves(files: Path, tmp_path: Path) -> None:
@@ -343,7 +340,7 @@ def test_a_second_signal_stops_at_once(files: Path, tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_save_after_a_signal_is_said_before_it_and_the_stop_behind_it(files: Path, tmp_path: Path) -> None:
+def test_after_a_signal_the_log_says_saving_saved_stopped(files: Path, tmp_path: Path) -> None:
     run = make(files, tmp_path)
     train(run, engine=CountingEngine(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None))
     lines = [line.partition(" ")[2].partition(" ")[2] for line in log_of(run).splitlines()[-3:]]
@@ -352,7 +349,7 @@ def test_the_save_after_a_signal_is_said_before_it_and_the_stop_behind_it(files:
     assert lines[2] == "stopped by SIGTERM after step 3 of 4"
 
 
-def test_a_second_signal_during_the_save_says_where_the_run_goes_on(files: Path, tmp_path: Path) -> None:
+def test_a_second_signal_during_the_save_names_the_checkpoint_to_resume_from(files: Path, tmp_path: Path) -> None:
     class Insisted(CountingEngine):
         def save(self, directory: Path, *rest: Any, **more: Any) -> Saved:
             if self.step == 3:
@@ -367,7 +364,7 @@ def test_a_second_signal_during_the_save_says_where_the_run_goes_on(files: Path,
     assert "Traceback" not in log_of(run) and "stopped by" not in log_of(run)
 
 
-def test_what_a_run_waits_for_is_said_when_it_begins(files: Path, tmp_path: Path) -> None:
+def test_long_states_are_logged_when_they_begin(files: Path, tmp_path: Path) -> None:
     words = ("--data.val={fraction: 0.5}", "--eval.at_end", "--schedule.steps=2", "--checkpoint.every_steps=1")
     run = make(files, tmp_path, *words, "--checkpoint.background=false")
     heard: list[str] = []
@@ -384,7 +381,7 @@ def test_what_a_run_waits_for_is_said_when_it_begins(files: Path, tmp_path: Path
     assert log.count("first step\n") == 1 and log.count("saving step") == 2
 
 
-# CASES 18 in the loop.
+# ---- errors of the batch thread
 
 
 def test_an_error_of_the_batch_thread_reaches_the_caller(
@@ -405,10 +402,12 @@ def test_an_error_of_the_batch_thread_reaches_the_caller(
     assert [record.step for record in records(run)] == [1, 2]
 
 
-# CASES 36 and 39.
+# ---- starting
 
 
-def test_a_run_is_a_run_before_its_engine_is_made(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_while_its_engine_is_made_can_resume(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed while a large model is read, it goes on with --resume auto."""
     run = make(files, tmp_path)
     with monkeypatch.context() as patch:
@@ -434,7 +433,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused_before_the_start(files: Path, t
 
 
 @pytest.mark.parametrize(("ratio", "total", "warmup"), [(0.03, 1, 0), (0.03, 2, 1), (0.99, 4, 3), (0.5, 4, 2)])
-def test_a_share_of_a_run_is_less_than_the_run(
+def test_a_warmup_ratio_is_less_than_the_run(
     files: Path, tmp_path: Path, ratio: float, total: int, warmup: int
 ) -> None:
     """A run of one step is how one tries a config that warms up by a ratio."""

@@ -1,4 +1,4 @@
-"""Case 32: several documents in a row are several documents.
+"""Several documents in a row stay several documents.
 
     files --> load_data (packed, and one sample per row) --> StepLoader --> HostEngine
 

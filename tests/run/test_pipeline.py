@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("files"))
 
 
-def test_every_step_of_a_run_says_where_its_time_went(files: Path, tmp_path: Path) -> None:
+def test_every_step_records_where_its_time_went(files: Path, tmp_path: Path) -> None:
     run = make(files, tmp_path, "--checkpoint.at_end=false")
     train(run)
     lines = [orjson.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()]
@@ -69,7 +69,7 @@ def slow_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("action", ["warn", "save", "stop"])
-def test_an_alert_is_said_once_and_its_action_follows(
+def test_an_alert_is_logged_once_and_its_action_taken(
     action: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_data(monkeypatch)
@@ -90,7 +90,7 @@ def test_an_alert_is_said_once_and_its_action_follows(
         assert summary.stopped_by == "the alert data_wait"
 
 
-def test_a_rollback_follows_an_alert_whatever_a_divergence_would(
+def test_an_alert_can_roll_back_although_a_divergence_would_stop(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_data(monkeypatch)
@@ -147,7 +147,7 @@ def wait_until_seen(filling: Filling) -> None:
     assert filling.looked == 1
 
 
-def test_a_run_whose_host_memory_ends_is_saved_and_ends_with_the_ledger(
+def test_a_run_low_on_host_memory_is_saved_and_ends_with_the_breakdown(
     files: Path, tmp_path: Path, filling: Filling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third step is dropped in its middle; what it would have been comes after the resume, bit for bit."""
@@ -189,7 +189,7 @@ def test_where_a_step_cannot_be_dropped_it_is_finished_first(files: Path, tmp_pa
     assert checkpoints(run) == ["step_000003"]
 
 
-def test_memory_that_ends_in_an_evaluation_loses_no_record(
+def test_low_memory_during_an_evaluation_loses_no_record(
     files: Path, tmp_path: Path, filling: Filling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatrain.engine.host.engine import HostEngine
@@ -218,7 +218,7 @@ def test_the_command_line_ends_with_exit_code_3(
     assert "host memory is below" in capsys.readouterr().err
 
 
-def test_a_reserve_of_nothing_looks_at_nothing(files: Path, tmp_path: Path, filling: Filling) -> None:
+def test_a_reserve_of_zero_disables_the_watermark(files: Path, tmp_path: Path, filling: Filling) -> None:
     filling.full = True
     run = make(files, tmp_path, "--memory.host_reserve_gib=0")
     assert train(run, engine=CountingEngine()).step == 4

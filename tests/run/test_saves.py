@@ -44,7 +44,7 @@ def test_the_bound_on_copies_holds_for_weights_too(buffer_gib: Any, buffer_bytes
     assert [given["buffer_bytes"] for given in engine.asked] == [buffer_bytes, buffer_bytes]
 
 
-def test_a_save_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Said when it has ended, in the thread that wrote it; a step that ends later has nothing to add."""
     progress = SaveProgress(3 << 29, 3 << 29, 16.7, 2.0, 0, 4.2)
 
@@ -95,7 +95,7 @@ def test_checkpoints_on_disk_at_the_worst_moment(overrides: tuple[str, ...], ste
     assert checkpoints_at_once(run(*overrides), steps) == count
 
 
-def test_no_space_is_known_before_the_start(tmp_path: Path) -> None:
+def test_missing_disk_space_is_reported_before_the_start(tmp_path: Path) -> None:
     config = run("--run.dir", str(tmp_path / "not" / "yet"))
     refuse_if_disk_too_small(config, 10, 3)
     with pytest.raises(UserError, match="not enough space for 3 checkpoints") as caught:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks, the second insists, the third does not wait (CASES 27)."""
+"""SIGINT and SIGTERM: the first asks, the second insists, the third does not wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.run.signals import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_asks_second_insists_and_handlers_come_back(number: signal.Signals) -> None:
+def test_the_first_signal_asks_the_second_insists_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignals() as stop:
         assert stop.requested is None
@@ -26,7 +26,7 @@ def test_first_asks_second_insists_and_handlers_come_back(number: signal.Signals
     assert signal.getsignal(number) is before
 
 
-def test_the_third_ends_a_process_that_hangs() -> None:
+def test_the_third_signal_ends_a_process_that_hangs() -> None:
     code = """
         import os, signal, time
         from megatrain.run.signals import StopSignals
@@ -44,7 +44,7 @@ def test_the_third_ends_a_process_that_hangs() -> None:
     assert "signal again to stop now" in done.stderr
 
 
-def test_another_thread_may_train() -> None:
+def test_another_thread_than_the_main_one_installs_no_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 

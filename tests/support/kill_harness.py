@@ -1,11 +1,11 @@
-"""Kills a trainer with SIGKILL at random moments and resumes it, again and again, until the run has ended (CASES 21, 23, 45).
+"""Kills a trainer with SIGKILL at random moments and resumes it, again and again, until the run has ended.
 
     OMP_NUM_THREADS=1 PYTHONPATH=src:tests/support python tests/support/kill_harness.py --kills 100
 
 After every kill, each checkpoint under its own name is read in full and compared with its checksums, by code that shares nothing
-with the trainer's choice of where to resume; the next trainer must go on from the newest of them. The run that was killed must
+with the trainer's choice of where to resume; the next trainer must resume from the newest of them. The killed run must
 end with the same files, byte for byte, as one that was never disturbed, and with the same metrics. Trainers are forked from a
-process that has imported everything and started nothing, so that a cycle takes about a second.
+process that has imported everything and started nothing, so a cycle takes about a second.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ AIMED_S = 0.05
 
 @dataclass
 class Report:
-    """What the kills hit.
+    """Where the kills hit.
 
     Attributes:
         kills: Trainers killed.
-        in_save: Of these, while a checkpoint was being written.
-        before_first: Before the run had a checkpoint.
-        runs: Runs that came to their end after kills, each equal to the undisturbed one.
-        resumes: Trainers that went on from a checkpoint, each from the newest complete one.
+        in_save: Of these, killed while a checkpoint was being written.
+        before_first: Of these, killed before the run had a checkpoint.
+        runs: Runs that ended after kills, each equal to the undisturbed one.
+        resumes: Trainers that resumed, each from the newest complete checkpoint.
         cycle_s: Seconds of each trainer that was killed.
     """
 
@@ -117,7 +117,7 @@ def one_run(
         killed = run_to_end(folder, run, steps, words, moment_s, aimed)
         for step in resumes(run)[len(before) :]:  # none where the kill came first
             report.resumes += 1
-            assert step == expected, f"{run} went on after step {step}, not {expected}"
+            assert step == expected, f"{run} resumed after step {step}, not {expected}"
         if killed is None:
             break
         report.kills += 1
@@ -131,11 +131,11 @@ def one_run(
 def run_to_end(
     folder: Path, run: Path, steps: int, words: tuple[str, ...], kill_after_s: float | None = None, aimed: bool = False
 ) -> int | None:
-    """Train in a child. Returns its process id if it was killed, None if it came to its end.
+    """Train in a child. Returns its process id if it was killed, None if it ended by itself.
 
     Args:
         kill_after_s: When to kill it; None: never.
-        aimed: Count that from the moment when it begins to write a checkpoint.
+        aimed: Count from the moment when it begins to write a checkpoint.
     """
     started = time.monotonic()
     pid = os.fork()
@@ -174,13 +174,13 @@ def run_to_end(
 
 
 def resumes(run: Path) -> list[int]:
-    """After which steps trainers of a run have said that they went on."""
+    """Steps after which trainers of a run have resumed, according to its log."""
     log = run / "log.txt"
     return [int(n) for n in re.findall(r"resumed from .* after step (\d+)", log.read_text())] if log.exists() else []
 
 
 def newest_whole(run: Path) -> int | None:
-    """Step of the newest checkpoint. Every one that is under its own name must be whole, and `latest` must name one."""
+    """Step of the newest checkpoint. Each one under its final name must be whole, and `latest` must name one."""
     steps = []
     for folder in run.glob("checkpoints/step_*"):
         if re.fullmatch(r"step_\d+", folder.name):
@@ -193,7 +193,7 @@ def newest_whole(run: Path) -> int | None:
 
 
 def assert_whole(folder: Path) -> None:
-    """Compare every byte with the manifest, by the words of docs/checkpoint.md alone."""
+    """Compare every byte with the manifest, written from docs/checkpoint.md alone."""
     manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
     for name, record in manifest["files"].items():
         data = (folder / name).read_bytes()

@@ -91,7 +91,7 @@ class Requests:
         stop, save = self._coordinator.any(here is not None, self._save_here)
         self._save, self._save_here = self._save or save, False
         if stop and self.stop is None:
-            self.stop = here or "a signal to another process"
+            self.stop = here or "a request to another rank"
         return self.stop is not None
 
     def take_save(self) -> bool:

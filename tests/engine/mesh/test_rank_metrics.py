@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import families
 import mesh_ranks as ranks
+from megatrain.config.load import load_config
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import SCHEDULES, Layout, MeshPlan
 from megatrain.engine.mesh.rank_metrics import Kernel, RankStep, combined, overlap_of, proposed_split
 from megatrain.metrics.alerts import AlertWatch
 from megatrain.metrics.record import MeshRecord
+from megatrain.run.health import RunHealth
 from step_records import record
+from tiny_run import config
 
 
 def rank(work_s: float | None = 1.0, busy: float = 1.0, **more: object) -> RankStep:
@@ -19,7 +24,7 @@ def rank(work_s: float | None = 1.0, busy: float = 1.0, **more: object) -> RankS
     return RankStep(busy_s=busy, work_s=work_s, **{**plain, **more})  # type: ignore[arg-type]
 
 
-def test_what_is_measured_is_what_torchs_table_says() -> None:
+def test_measured_actions_are_those_of_the_schedules() -> None:
     """All schedules: each rank's measured actions are its row of the table, and the simulation plays the table to its end."""
     model = families.build(families.BY_NAME["llama"], seed=1, tie=True)
     batch = families.batch(families.BY_NAME["llama"], seed=1, rows=8, tokens=16, kind="plain")
@@ -112,3 +117,10 @@ def test_a_straggler_is_named_unless_the_rule_is_off() -> None:
         watcher = watch(straggler=limit)
         said = [text for step in range(1, 9) for text in alerts(watcher, step, None, uneven)]
         assert ["more own work than its peers" in text for text in said] == ([True] if limit else [])
+
+
+def test_on_a_cpu_nobody_is_called_a_straggler(tmp_path: Path) -> None:
+    """Ranks of one host share its processors there."""
+    uneven = combined([rank(1.0), rank(2.0)], Layout(shard=2), [4], [[], []])
+    health = RunHealth(load_config(config(tmp_path)), tmp_path / "model", 2)
+    assert [alert for step in range(1, 9) for alert in health.alerts(record(step), uneven)] == []

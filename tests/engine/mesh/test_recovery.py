@@ -184,7 +184,7 @@ def test_a_hang_in_a_collective(files: Path, reference: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: Path, tmp_path: Path) -> None:
+def test_with_fewer_ranks_it_resumes_in_another_layout(files: Path, reference: Path, tmp_path: Path) -> None:
     """The layout comes from the table; every step has the samples that it would have had."""
     run = tmp_path / "run"
 
@@ -201,7 +201,7 @@ def test_with_fewer_ranks_it_goes_on_in_another_layout(files: Path, reference: P
 
 
 @pytest.mark.slow
-def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: Path, tmp_path: Path) -> None:
+def test_out_of_memory_restarts_with_smaller_microbatches(files: Path, reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def sabotage(rank: int, attempt: int) -> None:
@@ -220,7 +220,7 @@ def test_out_of_memory_starts_again_with_smaller_pieces(files: Path, reference: 
     assert mine == pytest.approx(other, rel=1e-6) and len(mine) == STEPS
 
 
-def test_an_error_that_comes_again_is_not_tried_again(files: Path, tmp_path: Path) -> None:
+def test_an_error_that_would_repeat_is_not_retried(files: Path, tmp_path: Path) -> None:
     """The attempts behind it end with its code and text, and do not look at the model."""
     run = tmp_path / "run"
     run.mkdir()
@@ -240,7 +240,7 @@ def test_an_error_that_comes_again_is_not_tried_again(files: Path, tmp_path: Pat
     assert "error: " in run.with_suffix(".log").read_text()
 
 
-def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_noted_and_none_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_shared", dist.HashStore())
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     launch.note_end(2, "nobody hears it")
@@ -269,7 +269,7 @@ def test_the_first_end_is_told_and_none_where_there_is_no_store(monkeypatch: pyt
         Aftermath("rank 3 could not write the checkpoint"),
     ],
 )
-def test_errors_that_may_go_better_are_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_may_not_repeat_are_retried(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_shared", dist.HashStore())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(type(error)), coordinator._noting_ends():
@@ -296,7 +296,7 @@ def test_a_split_backward_recomputes_when_asked_by_name(
 
 
 @pytest.mark.slow
-def test_torchrun_itself_starts_again(tmp_path: Path) -> None:
+def test_torchrun_itself_restarts(tmp_path: Path) -> None:
     """SIGKILL of a rank under the real torchrun, which shares one store between its attempts."""
     script = Path(__file__).parents[3] / "benchmarks" / "mesh_kill.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

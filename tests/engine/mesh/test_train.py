@@ -83,7 +83,7 @@ def test_a_run_over_context_ranks_has_the_host_engines_losses(
     assert losses(tmp_path / "run") == pytest.approx(host_losses, rel=1e-5)
 
 
-def test_a_run_goes_on_in_another_layout(files: Path, tmp_path: Path, host_losses: list[float]) -> None:
+def test_a_run_resumes_in_another_layout(files: Path, tmp_path: Path, host_losses: list[float]) -> None:
     """Another number of data ranks continues with the right samples, another layout with the right state."""
     folder = tmp_path / "run"
     first = ("--parallel.pipeline=2", "--schedule.steps=2", *VALIDATED)
@@ -181,11 +181,11 @@ def test_a_layout_whose_state_is_more_than_a_gpu_has_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_offloaded_inputs_are_the_host_engines(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offloaded_inputs_need_the_host_engine(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(files, tmp_path / "run", "--activations.offload_input=on") == 2
     assert "activations.offload_input: is a setting of the host engine" in capsys.readouterr().err
 
 
-def test_evaluation_alone_is_the_host_engines(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_alone_needs_the_host_engine(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(files / "mesh.yaml"), "--data.val={fraction: 0.2}"]) == 2
     assert "--engine host" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The end of host memory is called once, and looking for it ends with the block."""
+"""The host-memory watermark reports low memory once, and its thread ends with the block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def falling(values: list[int]) -> Callable[[], int]:
     return lambda: values.pop(0) if len(values) > 1 else values[0]
 
 
-def test_memory_below_the_reserve_is_told_once() -> None:
+def test_memory_below_the_reserve_is_reported_once() -> None:
     told: list[int] = []
     seen = threading.Event()
     with HostWatermark(100, lambda left: (told.append(left), seen.set()), falling([500, 100, 99, 10])):
@@ -29,7 +29,7 @@ def test_memory_below_the_reserve_is_told_once() -> None:
     assert told == [99]
 
 
-def test_memory_that_is_there_is_not_told_and_the_thread_ends() -> None:
+def test_enough_memory_is_not_reported_and_the_thread_ends() -> None:
     looked = threading.Event()
 
     def available() -> int:
