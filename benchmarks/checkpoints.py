@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatrain.commands.bench.work import Work, engine_for, random_batch
+from megatrain.commands.work import Work, engine_for, random_batch
 from megatrain.engine.host.engine import HostEngine
 from megatrain.units import GIB
 

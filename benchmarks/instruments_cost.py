@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from megatrain.commands.bench.work import Work, engine_for, plan_overrides, random_batch
+from megatrain.commands.work import Work, engine_for, plan_overrides, random_batch
 
 WARM_UP = 4
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.commands.bench.work import Work, engine_for, plan_overrides, random_batch
+from megatrain.commands.work import Work, engine_for, plan_overrides, random_batch
 
 
 def clocks() -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from megatrain.commands.bench.work import folder_of, structure_of
+from megatrain.commands.work import folder_of, structure_of
 from megatrain.device.attention import fastest_attention, measured_backends
 from megatrain.machine.probe import device_seconds
 from megatrain.models.structure import Structure, attention_shape

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.commands.bench.work import QWEN25_7B, plan_overrides, random_batch
+from megatrain.commands.work import QWEN25_7B, plan_overrides, random_batch
 from megatrain.device.attention import measured_backends
 from megatrain.engine.host.engine import HostEngine
 from megatrain.machine.machine import LONG_ROW, Machine, load_machine

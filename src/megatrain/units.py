@@ -71,6 +71,11 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
+def number_text(value: float | None, spec: str) -> str:
+    """A number in the format `spec`; n/a for None."""
+    return "n/a" if value is None else format(value, spec)
+
+
 def abbreviated(count: float) -> str:
     """A large number to three digits: `8.19 B`, `214 K`, `12`."""
     for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):

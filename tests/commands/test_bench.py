@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.commands.bench.bench import bench
-from megatrain.commands.bench.work import Work, plan_overrides
+from megatrain.commands.bench import bench
 from megatrain.commands.main import main
+from megatrain.commands.work import Work, plan_overrides
 from megatrain.errors import UserError
 
 MACHINE = Path(__file__).parents[2] / "docs/machines/h200.yaml"

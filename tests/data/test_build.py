@@ -18,8 +18,7 @@ import tiny_tokenizer as tiny
 from megatrain.config.schema import SourceConfig
 from megatrain.data import build
 from megatrain.data import store as store_module
-from megatrain.data.build import Builder
-from megatrain.data.rejects import EARLY_CHECK
+from megatrain.data.build import EARLY_CHECK, Builder
 from megatrain.data.render import ChatRenderer, Encoder
 from megatrain.data.store import TokenStore
 from megatrain.errors import UserError

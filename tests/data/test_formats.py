@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import ChatSample, PromptSample, TextSample, TokenSample, find_reading
-from megatrain.data.rejects import SampleRejected
+from megatrain.data.formats import ChatSample, PromptSample, SampleRejected, TextSample, TokenSample, find_reading
 from megatrain.errors import UserError
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

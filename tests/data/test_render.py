@@ -9,8 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import tiny_tokenizer as tiny
-from megatrain.data.formats import ChatSample
-from megatrain.data.rejects import SampleRejected
+from megatrain.data.formats import ChatSample, SampleRejected
 from megatrain.data.render import ChatRenderer, Encoder, Rendered
 from megatrain.errors import UserError
 

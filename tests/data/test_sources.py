@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatrain.data.rejects import SampleRejected
+from megatrain.data.formats import SampleRejected
 from megatrain.data.sources import PIECE_CHARS, FileProgress, Record, find_files, read_records, split_text, unit_of
 from megatrain.errors import UserError
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data.formats import FORMATS, ChatSample, Format, find_reading
-from megatrain.data.rejects import SampleRejected
+from megatrain.data.formats import FORMATS, ChatSample, Format, SampleRejected, find_reading
 
 
 def debate(fields) -> ChatSample:

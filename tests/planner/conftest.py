@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from megatrain.commands.bench.work import QWEN3
+from megatrain.commands.work import QWEN3
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.model_cost import ModelShape, shape_of
 

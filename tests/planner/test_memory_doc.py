@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from megatrain.commands.bench.work import QWEN25_7B
 from megatrain.commands.main import main
+from megatrain.commands.work import QWEN25_7B
 from megatrain.planner.memory import device_peak, held_bytes, host_lines, working_bytes
 from megatrain.planner.model_cost import ModelShape, shape_of
 from megatrain.planner.plan import Choice, Options, Policy, StepSize

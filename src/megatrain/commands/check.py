@@ -10,11 +10,7 @@ from megatrain.run.prepare import prepare
 
 
 def check(run: RunConfig, *, resume: str | None = None, allow_changes: Collection[ChangeName] = ()) -> None:
-    """Run every check that `train` runs before the first step, and print the findings.
-
-    Args:
-        run: The config; see `load_config`.
-        resume, allow_changes: As for `train`.
+    """Run every check that `train` (with the same arguments) runs before the first step, and print the findings.
 
     Raises:
         UserError, PlanRefused: What would stop `train`, all problems in one error.

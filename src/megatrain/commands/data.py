@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
@@ -32,8 +32,7 @@ _HEAD_SHARE = 0.75  # of the tokens shown of a long sample are its beginning; th
 _BROKEN = "\ufffd"  # decoded from an incomplete character
 
 
-@dataclass(frozen=True)
-class Bin:
+class Bin(NamedTuple):
     """Number of samples with `begin` to `end` tokens, inclusive."""
 
     begin: int
@@ -53,13 +52,7 @@ class Piece:
 def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) -> None:
     """Print the sources, rejects, lengths and rows of a run, and some samples of each source.
 
-    Args:
-        run: The config. Only the model's config and tokenizer are read, no weights.
-        samples: Samples to show of each source.
-        most_tokens: Tokens to show of each; the middle of a longer one is left out.
-
-    Raises:
-        UserError: The data cannot be used, as in `check`.
+    Of each sample at most `most_tokens` are shown, without its middle. No weights are read. Raises as `check`.
     """
     quiet_libraries()
     with RunLogger() as log:
@@ -68,15 +61,13 @@ def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) ->
         preflight_data(run, problems, files)
         problems.raise_all()
         assert files is not None, "the model could not be opened without a problem"
-        tokenizer = files.tokenizer
-        opened = open_data(
-            run.data, tokenizer, vocab_size=files.vocab_size, model_max_length=files.positions, log=log.info
-        )
+        limits = {"vocab_size": files.vocab_size, "model_max_length": files.positions}
+        opened = open_data(run.data, files.tokenizer, **limits, log=log.info)
         if not any(part.store.meta["rejects"]["counts"] for part in (*opened.train, *opened.val)):
             log.info("no sample was rejected")
         for part in opened.train:
             _show_lengths(part, run.data.max_tokens, log)
-        preview = _Preview(tokenizer, log, most_tokens, run.run.seed)
+        preview = _Preview(files.tokenizer, log, most_tokens, run.run.seed)
         log.info("\nrows")
         try:
             train, val = pack_data(run.data, opened, run.run.seed, log.info)
@@ -103,17 +94,13 @@ def histogram(lengths: np.ndarray, max_tokens: int) -> list[Bin]:
     edges = {2**power for power in range(longest.bit_length() + 1) if first < 2**power <= longest}
     begins = sorted({first, *edges} | ({max_tokens + 1} if first < max_tokens + 1 <= longest else set()))
     ends = [*(begin - 1 for begin in begins[1:]), longest]
-    counts = [int(((lengths >= b) & (lengths <= e)).sum()) for b, e in zip(begins, ends, strict=True)]
-    return [Bin(*values) for values in zip(begins, ends, counts, strict=True)]
+    return [Bin(b, e, int(((lengths >= b) & (lengths <= e)).sum())) for b, e in zip(begins, ends, strict=True)]
 
 
 def pieces_of(tokenizer: Any, ids: np.ndarray, trained: np.ndarray, most_tokens: int) -> list[Piece]:
-    """A sample's tokens as text, split where training begins or ends.
+    """A sample's tokens as text, split where training begins or ends; without its middle if longer than `most_tokens`.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        ids, trained: (N,) ids, and which of them are targets (bool).
-        most_tokens: The middle of a longer sample is left out.
+    `ids`, `trained`: (N,) ids, and which of them are targets (bool).
     """
     if len(ids) <= most_tokens:
         return list(_pieces(tokenizer, ids, trained))
@@ -190,9 +177,8 @@ def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
         f"({part.store.place(int(part.chosen[longest]))})"
     )
     if not stream and (long := int((lengths > max_tokens).sum())):
-        log.info(
-            f"  {long:,} of {len(lengths):,} ({long / len(lengths):.1%}) are longer than data.max_tokens ({max_tokens:,})"
-        )
+        share = f"{long:,} of {len(lengths):,} ({long / len(lengths):.1%})"
+        log.info(f"  {share} are longer than data.max_tokens ({max_tokens:,})")
 
 
 def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
@@ -200,9 +186,8 @@ def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
         for group in rows.groups:
             stats = group.stats
             filled = f", {stats.efficiency:.1%} filled" if group.padded else ""
-            log.info(
-                f"  {group.name}: {counted(stats.rows, 'row')}{filled}, {stats.targets:,} trained; weight {group.weight:g}"
-            )
+            rest = f"{filled}, {stats.targets:,} trained; weight {group.weight:g}"
+            log.info(f"  {group.name}: {counted(stats.rows, 'row')}{rest}")
     loader = StepLoader(rows, run.rows_per_step, run.run.seed)
     log.info(
         f"an epoch: {counted(loader.rows_per_epoch, 'row')} in {counted(loader.steps_per_epoch, 'step')} of "
@@ -211,13 +196,7 @@ def _show_rows(run: RunConfig, rows: PackedRows, log: RunLogger) -> None:
 
 
 class _Preview:
-    """Shows samples as the model sees them, chosen at random by a fixed seed.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        most_tokens: Tokens to show of each sample.
-        seed: Determines which samples are shown.
-    """
+    """Shows samples as the model sees them, chosen at random by a fixed seed."""
 
     def __init__(self, tokenizer: Any, log: RunLogger, most_tokens: int, seed: int):
         self._tokenizer, self._log, self._most_tokens, self._seed = tokenizer, log, most_tokens, seed

@@ -23,17 +23,12 @@ def generate(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> list[str]:
-    """Answer or continue each prompt; prints and returns the texts.
+    """Answer or continue each prompt, with at most `tokens` new tokens; prints and returns the texts.
 
     Args:
         given: Folder of a run (its newest checkpoint), a checkpoint or a model, or a cached hub id.
-        prompts: With a chat template each is a user message.
-        tokens: Maximum new tokens; the model may end earlier.
+        prompts: With a chat template each is a user message, unless `plain`.
         temperature: Sampling temperature; 0: always the most likely token.
-        seed: Seed of the sampling.
-        plain: Continue the prompts as they are, without the chat template.
-        device: auto, cpu or cuda.
-        trust_remote_code: Whether the model's code may run.
 
     Raises:
         UserError: The model or its tokenizer is missing, a prompt has no token, or memory is too small.
@@ -42,31 +37,36 @@ def generate(
     from transformers import set_seed
 
     from megatrain.engine.plan import device_of
-    from megatrain.models.build import load_model_config
+    from megatrain.models.build import find_model_folder, known_positions, load_model_config
 
     quiet_libraries()
     answers: list[str] = []
     with RunLogger() as log:
-        folder = _folder(given)
+        path = Path(given).expanduser()
+        folder = find_checkpoint(path) if (path / "checkpoints").is_dir() else find_model_folder(given)
         load_model_config(folder, trust_remote_code)  # for its error messages
         tokenizer = load_tokenizer(folder, trust_remote_code)
         chat = not plain and bool(tokenizer.chat_template)
         target = device_of(device)
         model = _load(folder, target, trust_remote_code)
+        positions = known_positions(model.config)
         log.info(f"{folder} on {target}; {'chat template' if chat else 'plain text'}")
         for prompt in prompts:
             ids = _ids(tokenizer, prompt, chat).to(target)
-            _check_length(ids.shape[1] + tokens, model)
+            if positions is not None and (total := ids.shape[1] + tokens) > positions:
+                what = f"prompt and answer of {total} tokens are longer than the {positions} positions of the model"
+                raise UserError(what, "--tokens", "set fewer tokens, or shorten the prompt")
+            drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
             if temperature > 0:
                 set_seed(seed)
-            drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+                drawn = {"do_sample": True, "temperature": temperature}
             with torch.no_grad():
                 written = model.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=tokens,
                     pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-                    **(drawn or {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
+                    **drawn,
                 )
             new = written[0, ids.shape[1] :]
             text = str(tokenizer.decode(new, skip_special_tokens=True))
@@ -76,28 +76,15 @@ def generate(
     return answers
 
 
-def _folder(given: str | Path) -> Path:
-    from megatrain.models.build import find_model_folder
-
-    path = Path(given).expanduser()
-    if (path / "checkpoints").is_dir():
-        return find_checkpoint(path)
-    return find_model_folder(given)
-
-
 def _load(folder: Path, device: Any, trust_remote_code: bool) -> Any:
     """Load the whole model: in bf16 on a GPU, else in the dtype of its files."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    dtype = torch.bfloat16 if device.type == "cuda" else "auto"
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.bfloat16 if device.type == "cuda" else "auto",
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-        )
-        return model.to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
     except torch.OutOfMemoryError as error:
         raise UserError("the whole model does not fit on the GPU", str(folder), "use --device cpu") from error
     except (OSError, ValueError) as error:
@@ -115,15 +102,3 @@ def _ids(tokenizer: Any, prompt: str, chat: bool) -> Any:
     if not ids.shape[1]:
         raise UserError(f"the prompt {prompt!r} has no tokens", "--prompt", "write at least one word")
     return ids.long()
-
-
-def _check_length(tokens: int, model: Any) -> None:
-    from megatrain.models.build import known_positions
-
-    positions = known_positions(model.config)
-    if positions is not None and tokens > positions:
-        raise UserError(
-            f"prompt and answer of {tokens} tokens are longer than the {positions} positions of the model",
-            "--tokens",
-            "set fewer tokens, or shorten the prompt",
-        )

@@ -31,39 +31,26 @@ LEAST_STEPS_WITH_WARMUP = 4
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths that determine the row length.
+    """The lengths that determine the row length."""
 
-    Attributes:
-        samples: (S,) tokens of each sample that must stay whole; empty if all data is plain text.
-        has_streams: Whether there is plain text, which may be cut anywhere.
-        tokens: Tokens of all data.
-        positions: Positions of the model; None: unlimited.
-    """
-
-    samples: np.ndarray
-    has_streams: bool
-    tokens: int
-    positions: int | None
+    samples: np.ndarray  # (S,) tokens of each sample that must stay whole; empty if all data is plain text
+    has_streams: bool  # whether there is plain text, which may be cut anywhere
+    tokens: int  # of all data
+    positions: int | None  # of the model; None: unlimited
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The chosen sizes, the number of samples longer than a row, and the tokens of all others."""
-
     max_tokens: int
-    too_long: int
+    too_long: int  # samples longer than a row
     tokens_per_step: int
-    tokens: int
+    tokens: int  # of all other samples
 
 
 def init_config(model: str, data: Sequence[str], out: Path, *, columns: Mapping[str, str] | None = None) -> RunConfig:
-    """Write a config for fine-tuning `model` on `data`, and check it.
+    """Write a config for fine-tuning `model` (see `model.path`) on `data` (see `data.train`) to `out`, and check it.
 
-    Args:
-        model: A model folder, or a hub id in the local cache.
-        data: Files, folders, globs or dataset ids; see `data.train`.
-        out: The file to write; must not exist.
-        columns: The format's column names -> the files', where they differ.
+    `columns`: the format's column names -> the files', where they differ.
 
     Raises:
         UserError: Model or data cannot be used, `out` exists, or the check of the written file fails.
@@ -125,30 +112,19 @@ def choose_fraction(hashes: Sequence[np.ndarray]) -> float | None:
 
 
 def _draft(model: str, data: Sequence[str], columns: Mapping[str, str]) -> RunConfig:
-    train = [{"path": path, "columns": columns} for path in data]
     smallest = 2
-    return load_config(
-        {
-            "model": {"path": model},
-            "data": {"train": train, "max_tokens": smallest},
-            "batch": {"tokens_per_step": smallest},
-            "run": {"dir": "unused"},
-        }
-    )
+    train = {"train": [{"path": path, "columns": columns} for path in data], "max_tokens": smallest}
+    batch, folder = {"tokens_per_step": smallest}, {"dir": "unused"}
+    return load_config({"model": {"path": model}, "data": train, "batch": batch, "run": folder})
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
-    """Parse `FORMAT_NAME=COLUMN` words into a mapping.
-
-    Raises:
-        UserError: A word has another form.
-    """
+    """Parse `FORMAT_NAME=COLUMN` words into a mapping; UserError for other words."""
     pairs = [word.partition("=") for word in words]
     for word, (own, _, column) in zip(words, pairs, strict=True):
         if not own or not column:
-            raise UserError(
-                f"{word!r} is not NAME=COLUMN", "--columns", "as in --columns instruction=question output=answer"
-            )
+            remedy = "as in --columns instruction=question output=answer"
+            raise UserError(f"{word!r} is not NAME=COLUMN", "--columns", remedy)
     return {own: column for own, _, column in pairs}
 
 
@@ -202,12 +178,10 @@ def _text(draft: RunConfig, opened: OpenedData, lengths: Lengths, rows: Rows, ou
             f"  overflow: drop  # {counted(rows.too_long, 'sample')} ({share:.1%}) longer than the model's positions: "
             "drop | truncate | split | error"
         )
-    lines.append(
-        "  train_on: assistant  # train on the answers of chats; all: on every token"
-        if chats
-        else "  train_on: assistant  # for chats: train on the answers; plain text is always trained in full"
-    )
+    in_chats = "train on the answers of chats; all: on every token"
+    in_text = "for chats: train on the answers; plain text is always trained in full"
     lines += [
+        f"  train_on: assistant  # {in_chats if chats else in_text}",
         "",
         "batch:",
         f"  tokens_per_step: {rows.tokens_per_step}  # tokens per optimizer step, a multiple of data.max_tokens; "

@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,8 @@ from megatrain.errors import MegatrainError, UserError
 from megatrain.run.signals import INTERRUPTED
 
 if TYPE_CHECKING:
-    from megatrain.commands.bench.work import Work
+    from megatrain.commands.work import Work
+    from megatrain.config.schema import RunConfig
 
 FILE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO}
@@ -64,11 +67,8 @@ def _run(words: list[str]) -> int:
     if unknown:
         raise _unknown_argument(unknown[0], arguments)
     if command in WITHOUT_CONFIG and overrides:
-        raise UserError(
-            f"{command} takes no config keys",
-            overrides[0].flag,
-            f"they belong in RUN.yaml; see `megatrain {command} --help`",
-        )
+        remedy = f"they belong in RUN.yaml; see `megatrain {command} --help`"
+        raise UserError(f"{command} takes no config keys", overrides[0].flag, remedy)
     if command == "trace":
         _check_trace(arguments, bool(overrides))
     if command in WITHOUT_CONFIG or (command == "trace" and arguments.shape is not None):
@@ -94,9 +94,7 @@ def _with_config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
             check(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "plan":
-            from megatrain.commands.plan import plan_report
-
-            _say(plan_report(run, machine=arguments.machine, world=arguments.world, as_json=arguments.json))
+            _say(_plan(run, arguments.machine, arguments.world, arguments.json))
         case "trace":
             from megatrain.commands.trace import trace_run
 
@@ -109,6 +107,28 @@ def _with_config(arguments: argparse.Namespace, overrides: list[str]) -> None:
             from megatrain.commands.data import inspect_data
 
             inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
+
+
+def _plan(run: RunConfig, machine: str | None, world: int | None, as_json: bool) -> str:
+    """The plan of a run, or the parallel layouts of `world` GPUs, as text or JSON."""
+    from megatrain.machine.machine import read_figures
+
+    if machine is not None:
+        read_figures(machine)  # report a wrong file before the imports below, which take seconds
+    if world is None:
+        from megatrain.planner.report import plan_json, plan_text
+        from megatrain.planner.run import plan_run
+
+        made = plan_run(run, machine_file=machine)
+        return plan_json(made) if as_json else plan_text(made)
+    from megatrain.planner.cluster.plan import plan_cluster_run
+    from megatrain.planner.cluster.report import cluster_json, cluster_text
+
+    if machine is None:
+        remedy = "give --machine FILE (docs/machines/h100-cluster.yaml is one)"
+        raise UserError("needs the figures of a cluster", "--world", remedy)
+    made = plan_cluster_run(run, machine_file=machine, world=world)
+    return cluster_json(made) if as_json else cluster_text(made)
 
 
 def _without_config(arguments: argparse.Namespace) -> None:
@@ -153,11 +173,11 @@ def _without_config(arguments: argparse.Namespace) -> None:
         case "bench":
             out = sys.stderr if arguments.json else sys.stdout
             work = _work(arguments, lambda text: _say(text, out))
-            from megatrain.commands.bench.bench import bench, report_json
+            from megatrain.commands.bench import bench
 
             report = bench(work, **_given(arguments, "steps", "warmup"), bounds=not arguments.no_bounds)
             if arguments.json:
-                _say(report_json(report))
+                _say(json.dumps(asdict(report), indent=1))
         case "trace":
             work = _work(arguments)
             from megatrain.commands.trace import trace_shape
@@ -178,17 +198,14 @@ def _check_trace(arguments: argparse.Namespace, has_overrides: bool) -> None:
     """Raise unless the arguments name either a config or a shape, with their own options."""
     if arguments.shape is not None:
         if has_overrides or arguments.config is not None:
-            raise UserError(
-                "trace --shape takes no config", "trace", "give RUN.yaml, or --shape with --rows and --tokens"
-            )
+            remedy = "give RUN.yaml, or --shape with --rows and --tokens"
+            raise UserError("trace --shape takes no config", "trace", remedy)
     elif arguments.config is None:
         raise UserError("trace needs RUN.yaml, or --shape", "trace")
     elif given := [name for name in SHAPE_OPTIONS if getattr(arguments, name) not in (None, [])]:
-        raise UserError(
-            "is an option of --shape; a run takes it from its config",
-            f"--{given[0].replace('_', '-')}",
-            "set the config key (run.device, batch.tokens_per_step, data.max_tokens, memory.device_gib, ...)",
-        )
+        remedy = "set the config key (run.device, batch.tokens_per_step, data.max_tokens, memory.device_gib, ...)"
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UserError("is an option of --shape; a run takes it from its config", flag, remedy)
 
 
 def _work(arguments: argparse.Namespace, say: Callable[[str], None] = lambda text: None) -> Work:
@@ -197,7 +214,7 @@ def _work(arguments: argparse.Namespace, say: Callable[[str], None] = lambda tex
 
     if arguments.machine is not None:
         read_figures(arguments.machine)  # report a wrong file before the imports below, which take seconds
-    from megatrain.commands.bench.work import Work, plan_overrides
+    from megatrain.commands.work import Work, plan_overrides
 
     limits = _given(arguments, "device", "device_gib", "host_gib", "device_fraction")
     return Work(
@@ -216,18 +233,13 @@ def _config_file(given: str) -> Path:
     if not path.is_dir():
         return path
     if (path / "config.json").is_file() and not (path / "config.yaml").exists():
-        raise UserError(
-            "is the folder of a model, not of a run",
-            given,
-            "give a run's YAML file; `eval` takes a model with --checkpoint",
-        )
+        remedy = "give a run's YAML file; `eval` takes a model with --checkpoint"
+        raise UserError("is the folder of a model, not of a run", given, remedy)
     return path / "config.yaml"
 
 
 def _newest_checkpoint(given: Path) -> Path | None:
     """The newest complete checkpoint of the run's folder that `eval` was given, if it has one."""
-    if not given.is_dir():
-        return None
     from megatrain.checkpoint.reader import latest_complete
 
     return latest_complete(given / "checkpoints") if (given / "checkpoints").is_dir() else None
@@ -241,7 +253,6 @@ def _unknown_argument(word: str, arguments: argparse.Namespace) -> UserError:
     options = {option.replace("_", "-") for option in vars(arguments)} - {"command", "takes-keys"}
     near = difflib.get_close_matches(name.replace("_", "-"), options, n=1)
     suggestion = near[0] if near else None if command in WITHOUT_CONFIG else suggest_key(name)
-    return UserError(
-        f"unknown argument {word!r}" + (f'; did you mean "--{suggestion}"?' if suggestion else ""),
-        remedy=f"see `megatrain {command} --help`" if command in WITHOUT_CONFIG else "see `megatrain train --help-all`",
-    )
+    what = f"unknown argument {word!r}" + (f'; did you mean "--{suggestion}"?' if suggestion else "")
+    see = f"{command} --help" if command in WITHOUT_CONFIG else "train --help-all"
+    return UserError(what, remedy=f"see `megatrain {see}`")

@@ -23,6 +23,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord, parse_record
 from megatrain.run.folder import RunFolder
+from megatrain.units import number_text
 
 if TYPE_CHECKING:
     from textual.app import App
@@ -38,8 +39,7 @@ class Tail:
     """Records of a metrics.jsonl that is being written; each `read` parses new bytes only."""
 
     def __init__(self, path: Path):
-        self._path = path
-        self._offset = 0
+        self._path, self._offset = path, 0
         self._file_id: tuple[int, int] | None = None
         self.records: list[StepRecord] = []
 
@@ -64,11 +64,7 @@ class Tail:
 
 
 class Watcher:
-    """What the monitor shows of a run, read again on each `poll`.
-
-    Raises:
-        UserError: `folder` is not the folder of a run.
-    """
+    """What the monitor shows of a run, read again on each `poll`; UserError if `folder` is not the folder of a run."""
 
     def __init__(self, folder: Path):
         files = RunFolder(folder)
@@ -100,16 +96,7 @@ class Watcher:
 
 
 def monitor(folder: Path, *, every_s: float = 2.0, console: Console | None = None) -> None:
-    """Show a run until the user quits.
-
-    Args:
-        folder: The run's folder.
-        every_s: Seconds between two reads of the files.
-        console: Where to print; None is standard output.
-
-    Raises:
-        UserError: `folder` is not the folder of a run.
-    """
+    """Show a run until the user quits; its files are read every `every_s` seconds. Raises as `Watcher`."""
     watcher = Watcher(folder)
     console = console or Console()
     if not console.is_terminal:
@@ -207,7 +194,7 @@ def _numbers(run: Watcher) -> Table:
     for name, value, spec in rows:
         found = [one for record in recent if (one := value(record)) is not None]
         newest = value(run.records[-1])
-        table.add_row(name, _shown(newest, spec), _shown(sum(found) / len(found) if found else None, spec))
+        table.add_row(name, number_text(newest, spec), number_text(sum(found) / len(found) if found else None, spec))
     val = [(record.step, record.val_loss) for record in run.records if record.val_loss is not None]
     if val:
         step, best = min(val, key=lambda pair: pair[1])
@@ -215,10 +202,6 @@ def _numbers(run: Watcher) -> Table:
     if skipped := run.records[-1].skipped_steps:
         table.add_row("skipped steps", f"{skipped:,}", "")
     return table
-
-
-def _shown(value: float | None, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)
 
 
 def _age(run: Watcher) -> str:

@@ -63,14 +63,8 @@ def parser() -> argparse.ArgumentParser:
     """All commands and their arguments, except config keys."""
     from megatrain import __version__
 
-    top = _Parser(
-        prog="megatrain",
-        description=_DESCRIPTION,
-        epilog=_COMMANDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="megatrain COMMAND ...",
-        allow_abbrev=False,
-    )
+    raw, usage = argparse.RawDescriptionHelpFormatter, "megatrain COMMAND ..."
+    top = _Parser("megatrain", usage, _DESCRIPTION, _COMMANDS, formatter_class=raw, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = top.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=_Parser, prog="megatrain", help=argparse.SUPPRESS
@@ -129,9 +123,8 @@ def _command_with_config(commands: _Commands[_Parser], name: str, nargs: str | N
 def _add_number(
     command: argparse._ActionsContainer, flag: str, default: int, what: str, parse: Callable[[str], int] | None = None
 ) -> None:
-    command.add_argument(
-        flag, metavar="N", type=parse or _positive, default=default, help=f"{what} (default: {default})"
-    )
+    text = f"{what} (default: {default})"
+    command.add_argument(flag, metavar="N", type=parse or _positive, default=default, help=text)
 
 
 def _add_preparing(commands: _Commands[_Parser]) -> None:
@@ -139,13 +132,8 @@ def _add_preparing(commands: _Commands[_Parser]) -> None:
     add("model", metavar="MODEL", help="Hugging Face model folder, or a hub id in the local cache")
     add("data", metavar="DATA", nargs="+", help="files, folders, globs, or ids of cached Hugging Face datasets")
     add("--out", metavar="FILE", type=Path, default=Path("run.yaml"), help="file to write (default: run.yaml)")
-    add(
-        "--columns",
-        metavar="NAME=COLUMN",
-        nargs="+",
-        default=[],
-        help="map the format's column names to the data's, where they differ: instruction=question output=answer",
-    )
+    columns = "map the format's column names to the data's, where they differ: instruction=question output=answer"
+    add("--columns", metavar="NAME=COLUMN", nargs="+", default=[], help=columns)
     data = _command_with_config(commands, "data")
     _add_number(data, "--samples", 3, "samples to show of each source")
     _add_number(data, "--tokens", 400, "tokens to show of each sample")
@@ -169,29 +157,21 @@ def _add_training(commands: _Commands[_Parser]) -> None:
 
 
 def _add_resume(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--resume",
-        metavar="auto|latest|PATH",
-        help="auto: resume from the newest complete checkpoint, or start if there is none; latest: resume or fail; PATH: a "
-        "checkpoint folder",
+    resume = (
+        "auto: resume from the newest complete checkpoint, or start if there is none; latest: resume or fail; PATH: a "
+        "checkpoint folder"
     )
-    command.add_argument(
-        "--allow-changes",
-        metavar="NAME,...",
-        type=_changes,
-        default=(),
-        help="with --resume: accept these differences from the checkpoint's run: data, batch (tokens per step), seed, "
-        "schedule (learning rates of past steps), optim, precision",
+    command.add_argument("--resume", metavar="auto|latest|PATH", help=resume)
+    changes = (
+        "with --resume: accept these differences from the checkpoint's run: data, batch (tokens per step), seed, "
+        "schedule (learning rates of past steps), optim, precision"
     )
+    command.add_argument("--allow-changes", metavar="NAME,...", type=_changes, default=(), help=changes)
 
 
 def _add_using(commands: _Commands[_Parser]) -> None:
-    _command_with_config(commands, "eval").add_argument(
-        "--checkpoint",
-        metavar="PATH",
-        type=Path,
-        help="checkpoint or model folder; default: the run's newest checkpoint, or model.path of a RUN.yaml",
-    )
+    which = "checkpoint or model folder; default: the run's newest checkpoint, or model.path of a RUN.yaml"
+    _command_with_config(commands, "eval").add_argument("--checkpoint", metavar="PATH", type=Path, help=which)
     generate = _command(commands, "generate")
     add = generate.add_argument
     add("model", metavar="MODEL", type=Path, help="folder of a run (its newest checkpoint), a checkpoint or a model")

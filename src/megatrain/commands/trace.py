@@ -1,8 +1,7 @@
 """`megatrain trace`: a timeline of some steps of a run, or of a shape with random weights. See docs/pipeline.md.
 
-The steps are those of the run: its engine, its batches, its plan. Nothing is written to the run's folder, and no weights are
-kept. The trace has the spans that instruments record in every step, visits of layers, the making of batches and, on request, a
-save.
+The steps are those of the run, but nothing is written to the run's folder, and no weights are kept. The trace has the spans that
+instruments record in every step, visits of layers, the making of batches and, on request, a save.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from megatrain.metrics.spans import Span, chrome_trace, draw_trace
 from megatrain.run.engine_factory import make_engine
 from megatrain.run.folder import nearest_existing
 from megatrain.run.prepare import prepare
+from megatrain.units import number_text
 
 if TYPE_CHECKING:
-    from megatrain.commands.bench.work import Work
+    from megatrain.commands.work import Work
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,17 +36,10 @@ Batch = dict[str, torch.Tensor]
 def trace_run(
     run: RunConfig, *, steps: int, warmup: int, out: Path, png: Path | None = None, save: bool = False
 ) -> dict[str, Any]:
-    """Trace the first steps of a run.
+    """Trace `steps` steps of a run after `warmup` others; writes the trace as JSON to `out` and as an image to `png`.
 
     Args:
-        run: The config.
-        steps, warmup: Traced steps, and steps before them.
-        out: JSON file to write.
-        png: Image file to write.
         save: Write a checkpoint to a temporary folder during the first traced step.
-
-    Returns:
-        The trace.
 
     Raises:
         UserError: A setting is wrong, as in `train`, or the engine is not the host engine.
@@ -70,18 +63,15 @@ def trace_shape(
     work: Work, *, steps: int, warmup: int, out: Path, png: Path | None = None, save: bool = False
 ) -> dict[str, Any]:
     """Trace steps of a benchmark's shape; see `trace_run`."""
-    from megatrain.commands.bench.work import engine_for, random_batch
+    from megatrain.commands.work import engine_for, random_batch
 
     quiet_libraries()
-    with (
-        tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch,
-        RunLogger() as log,
-        engine_for(replace(work, say=log.info)) as engine,
-    ):
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch, RunLogger() as log:
         checkpoint = Path(scratch) / "checkpoint" if save else None
-        vocabulary = engine.config.get_text_config().vocab_size
-        batches = _TimedBatches(lambda number: random_batch(vocabulary, work.rows, work.tokens, number))
-        spans = _take_steps(engine, batches, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
+        with engine_for(replace(work, say=log.info)) as engine:
+            vocabulary = engine.config.get_text_config().vocab_size
+            batches = _TimedBatches(lambda number: random_batch(vocabulary, work.rows, work.tokens, number))
+            spans = _take_steps(engine, batches, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
         title = f"megatrain: {Path(work.shape).name}, {work.rows} x {work.tokens} tokens"
         return _written(spans, title, out, png, log.info)
 
@@ -123,8 +113,7 @@ def _take_steps(
             batch, _ = ahead.next()
             result = engine.train_step(batch, learning_rate=learning_rate_at(number))
             kind = "warm-up" if number < warmup else "traced"
-            loss = "n/a" if result.loss is None else f"{result.loss:.4f}"
-            say(f"step {number + 1} ({kind}): loss {loss}, {result.seconds['step']:.3f} s")
+            say(f"step {number + 1} ({kind}): loss {number_text(result.loss, '.4f')}, {result.seconds['step']:.3f} s")
             if number == warmup and checkpoint is not None:
                 started = time.perf_counter()
                 engine.save(

@@ -26,11 +26,10 @@ FOLDER = Path(__file__).parents[3] / "docs"
 MARKDOWN, SCHEMA = "config.md", "config.schema.json"
 
 MAIN_KEYS = frozenset(
-    (
-        "model.path data.train data.val data.max_tokens data.overflow data.train_on batch.tokens_per_step optim.learning_rate "
-        "optim.weight_decay schedule.warmup_ratio schedule.epochs schedule.steps eval.every_steps checkpoint.every_steps "
-        "checkpoint.keep run.dir run.seed"
-    ).split()
+    """
+    model.path data.train data.val data.max_tokens data.overflow data.train_on batch.tokens_per_step optim.learning_rate
+    optim.weight_decay schedule.warmup_ratio schedule.epochs schedule.steps eval.every_steps checkpoint.every_steps
+    checkpoint.keep run.dir run.seed""".split()
 )
 """Keys that most runs set: shown in the short help."""
 _NAME_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 36, 72, 120
@@ -62,12 +61,8 @@ def section_names() -> list[str]:
 
 
 def describe_keys(section: str | None = None, only: Collection[str] | None = None) -> str:
-    """Keys with type, description and default for `--help`, grouped by section in YAML order.
-
-    Args:
-        section: Only this section; None: all.
-        only: Only these keys, without headings.
-    """
+    """Keys with type, description and default for `--help`: of one section or all, by section in YAML order; or `only` some
+    keys, without headings."""
     lines: list[str] = []
     width = min(max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH), _MOST_WIDTH)
     for loc, info in fields():
@@ -120,7 +115,7 @@ def markdown() -> str:
             continue
         if len(loc) == 1:
             lines.append(f"\n## {name}")
-        default = "required" if info.is_required() else f"default {_code(default_text(info))}"
+        default = "required" if info.is_required() else f"default `{default_text(info)}`"
         kind = type_text(info).replace("|", " or ")
         lines.append(f"- `{name}` ({kind}; {default}): {info.description}")
     return "\n".join(lines) + "\n"
@@ -144,8 +139,11 @@ def json_schema() -> dict[str, Any]:
         # a section without keys is null in YAML, and means the defaults
         if name not in schema["required"] and name != "engine":
             schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
-    schema = _with_limits(schema)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "megatrain config"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **_with_limits(schema),
+        "title": "megatrain config",
+    }
 
 
 # pydantic keeps its own name for a limit that has a validator before it
@@ -190,10 +188,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _doc(section: type[BaseModel]) -> str:
     return " ".join((section.__doc__ or "").split())
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ A problem is shown with its place: `run.yaml:14 batch.tokens_per_step: ...; did 
 value came from an override. Relative paths in a config are relative to the current directory, not to the file, so a config can
 be copied into the run's folder and keep its meaning.
 
-Why not a library: pydantic-settings, jsonargparse and tyro were tried. They could replace the parsing of options, about a tenth
-of this file. None of them knows the line of a key in the file, reports an unknown option with a suggestion and together with all
-other problems, or overrides one item of `data.train`.
+Why not a library: of pydantic-settings, jsonargparse and tyro, none knows the line of a key in the file, reports an unknown
+option with a suggestion and together with all other problems, or overrides one item of `data.train`.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ class Override:
 
 @dataclass
 class _Document:
-    """A config before validation."""
-
-    data: dict[str, Any]
+    data: dict[str, Any]  # before validation
     name: str  # of the file, for messages
     lines: dict[Loc, int] = field(default_factory=dict)  # line of each key and list item, from 1
     flags: dict[Loc, str] = field(default_factory=dict)  # values that came from an override
@@ -128,26 +125,21 @@ def dump_config(run: RunConfig) -> str:
     return out.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
+# ---- reading
 
 MOST_BYTES = 4 << 20
 MOST_NODES, MOST_DEPTH, MOST_BRACKETS = 100_000, 100, 300
 """Limits of a config: far above any real one, far below a data file given by mistake or nested aliases."""
+_GIVE = "give the path of a run's YAML file"
 
 
 def _from_file(path: Path) -> _Document:
     try:
-        if path.is_file() and path.stat().st_size > MOST_BYTES:
-            raise UserError(
-                f"is too large for a config: {path.stat().st_size:,} bytes",
-                str(path),
-                "give the path of a run's YAML file",
-            )
+        if path.is_file() and (size := path.stat().st_size) > MOST_BYTES:
+            raise UserError(f"is too large for a config: {size:,} bytes", str(path), _GIVE)
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError("no such file", str(path), "give the path of a run's YAML file") from None
+        raise UserError("no such file", str(path), _GIVE) from None
     except UnicodeDecodeError as error:
         raise UserError(f"is not UTF-8 text ({error.reason} at byte {error.start})", str(path)) from None
     except OSError as error:
@@ -161,20 +153,15 @@ def _from_file(path: Path) -> _Document:
         line = f":{mark.line + 1}" if mark else ""
         problem = (error.problem or error.context or "malformed").splitlines()[0]
         is_yaml = path.suffix.lower() in (".yaml", ".yml", "")
-        remedy = "check indentation, colons and quotes" if is_yaml else "give the path of a run's YAML file"
+        remedy = "check indentation, colons and quotes" if is_yaml else _GIVE
         raise UserError(f"is not valid YAML: {problem}", f"{path}{line}", remedy) from None
     except YAMLError as error:
         raise UserError(f"is not valid YAML: {str(error).splitlines()[0]}", str(path)) from None
     if not isinstance(root, dict):
         found = "nothing" if root is None else f"a {type(_plain(root)).__name__}"
-        raise UserError(
-            f"should contain the sections model, data, batch, run, ...; found {found}",
-            str(path),
-            "see `megatrain train --help-all` for all keys",
-        )
-    document = _Document(_plain(root), str(path))
-    document.lines.update(_lines(root))
-    return document
+        what = f"should contain the sections model, data, batch, run, ...; found {found}"
+        raise UserError(what, str(path), "see `megatrain train --help-all` for all keys")
+    return _Document(_plain(root), str(path), dict(_lines(root)))
 
 
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -239,8 +226,7 @@ def _lines(node: Any, loc: Loc = ()) -> Iterator[tuple[Loc, int]]:
         yield from _lines(node[key], place)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Overrides
+# ---- overrides
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -320,9 +306,7 @@ def _parse_value(override: Override) -> Any:
 def _field_at(loc: Loc) -> FieldInfo | None:
     model: type[BaseModel] | None = RunConfig
     found: FieldInfo | None = None
-    for key in loc:
-        if isinstance(key, int):
-            continue
+    for key in (key for key in loc if isinstance(key, str)):
         if model is None or key not in model.model_fields:
             return None
         found = model.model_fields[key]
@@ -359,8 +343,7 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Problems
+# ---- problems
 
 
 def _user_error(error: ValidationError, document: _Document) -> UserError:
@@ -378,11 +361,9 @@ _EXPECTED = {
     "text": "string_type",
     "a text that is not empty": "string_too_short",
     "a whole number": "int_type int_from_float",
-    "a number": "float_type",
-    "a finite number": "finite_number",
-    "true or false": "bool_type",
+    "a number": "float_type", "a finite number": "finite_number", "true or false": "bool_type",
     "a list with at least one item": "too_short",
-}
+}  # fmt: skip
 _SHOULD_BE = {error: expected for expected, errors in _EXPECTED.items() for error in errors.split()}
 _SHOWN_CHARS = 120
 
@@ -410,7 +391,10 @@ def _problem(details: ErrorDetails, document: _Document) -> str:
         case "bool_type" if str(found).lower() in ("yes", "no", "on", "off", "true", "false"):
             return f"{place}: found the text {found!r}; a boolean is written true or false"
         case schema.CROSS_SECTION:
-            return f"{place}: {details['msg']}, found {_shown(_value_at(document.data, loc))}"
+            value: Any = document.data
+            for key in loc:
+                value = value[key]
+            return f"{place}: {details['msg']}, found {_shown(value)}"
         case "greater_than_equal":
             return f"{place}: should be {context['ge']} or more, found {_shown(found)}"
         case "less_than_equal":
@@ -421,12 +405,6 @@ def _problem(details: ErrorDetails, document: _Document) -> str:
     # a message about a whole section already names its keys
     names_it = isinstance(found, dict | BaseModel) or "found" in text
     return f"{place}: {text}" if names_it else f"{place}: {text}, found {_shown(found)}"
-
-
-def _value_at(node: Any, loc: Loc) -> Any:
-    for key in loc:
-        node = node[key]
-    return node
 
 
 def _expected(loc: Loc) -> str:
@@ -441,11 +419,7 @@ def _expected(loc: Loc) -> str:
 
 
 def suggest_key(dotted: str) -> str | None:
-    """The key that an unknown one most likely means, as a dotted path, or None.
-
-    >>> suggest_key("optim.warmup_ratio")
-    'schedule.warmup_ratio'
-    """
+    """The key that an unknown one most likely means, as a dotted path: `schedule.warmup_ratio` for `optim.warmup_ratio`."""
     *section, wrong = dotted.replace("-", "_").lower().split(".")
     if wrong in _ALIASES:
         return _ALIASES[wrong]

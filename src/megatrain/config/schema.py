@@ -73,6 +73,11 @@ ChangeName = Literal["data", "batch", "seed", "schedule", "optim", "precision"]
 """Differences that a resumed run may be allowed to have from the checkpoint's run; see run/resume.py."""
 
 
+def key(default: Any, description: str, **limits: Any) -> Any:
+    """A key that may be left out."""
+    return Field(default=default, description=description, **limits)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -81,14 +86,12 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: PathText = Field(min_length=1, description="Hugging Face model folder, or a hub id in the local cache")
-    init: Literal["pretrained", "random"] = Field(
-        default="pretrained",
-        description="pretrained: read the folder's weights; random: initialize from the model's config alone",
+    init: Literal["pretrained", "random"] = key(
+        "pretrained", "pretrained: read the folder's weights; random: initialize from the model's config alone"
     )
-    trust_remote_code: StrictBool = Field(default=False, description="run Python code from the model folder")
-    attn_implementation: str | None = Field(
-        default=None,
-        description="attention implementation by its transformers name (sdpa, eager, ...); null: the model's default",
+    trust_remote_code: StrictBool = key(False, "run Python code from the model folder")
+    attn_implementation: str | None = key(
+        None, "attention implementation by its transformers name (sdpa, eager, ...); null: the model's default"
     )
 
 
@@ -98,18 +101,15 @@ class SourceConfig(Section):
     path: PathText = Field(
         min_length=1, description="file, folder, glob, or id of a dataset in the local Hugging Face cache"
     )
-    weight: PositiveFloat = Field(
-        default=1.0,
-        description="passes over the source per epoch: 0.5 uses half of its rows, 2 uses each row twice",
+    weight: PositiveFloat = key(
+        1.0, "passes over the source per epoch: 0.5 uses half of its rows, 2 uses each row twice"
     )
-    format: Literal["auto", "text", "lines", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens"] = Field(
-        default="auto", description="format of the samples; auto: detected from the columns"
+    format: Literal["auto", "text", "lines", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens"] = key(
+        "auto", "format of the samples; auto: detected from the columns"
     )
-    columns: dict[str, str] = Field(
-        default={}, description="map of the format's column names to the file's, where they differ"
-    )
-    subset: str | None = Field(default=None, description="subset of a hub dataset; null: its default")
-    split: str | None = Field(default=None, description="split of a hub dataset; null: train")
+    columns: dict[str, str] = key({}, "map of the format's column names to the file's, where they differ")
+    subset: str | None = key(None, "subset of a hub dataset; null: its default")
+    split: str | None = key(None, "split of a hub dataset; null: train")
 
 
 def _as_sources(value: object) -> object:
@@ -127,10 +127,8 @@ Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_sources), Fiel
 class ValConfig(Section):
     """The held-out samples: a fixed fraction of the training samples, or separate sources."""
 
-    fraction: Share | None = Field(
-        default=None, description="share of the training samples to hold out; the same samples in every run"
-    )
-    sources: Sources | None = Field(default=None, description="held-out sources, written like data.train")
+    fraction: Share | None = key(None, "share of the training samples to hold out; the same samples in every run")
+    sources: Sources | None = key(None, "held-out sources, written like data.train")
 
     @model_validator(mode="before")
     @classmethod
@@ -155,41 +153,31 @@ class DataConfig(Section):
     train: Sources = Field(
         description="a path, or a list of paths or of {path, weight, format, columns, subset, split}"
     )
-    val: ValConfig | None = Field(
-        default=None, description="{fraction: 0.01}, or sources like data.train; null: no validation"
+    val: ValConfig | None = key(None, "{fraction: 0.01}, or sources like data.train; null: no validation")
+    max_tokens: Annotated[Int, Field(ge=2)] = key(2048, "length of a row [tokens]")
+    overflow: Literal["error", "drop", "truncate", "split"] = key(
+        "error", "how to treat samples longer than max_tokens"
     )
-    max_tokens: Annotated[Int, Field(ge=2)] = Field(default=2048, description="length of a row [tokens]")
-    overflow: Literal["error", "drop", "truncate", "split"] = Field(
-        default="error", description="how to treat samples longer than max_tokens"
+    train_on: Literal["assistant", "last_assistant", "all"] = key(
+        "assistant", "tokens of a chat to train on; plain text is always trained in full"
     )
-    train_on: Literal["assistant", "last_assistant", "all"] = Field(
-        default="assistant", description="tokens of a chat to train on; plain text is always trained in full"
-    )
-    packing: StrictBool = Field(
-        default=True, description="put several samples into one row; they do not attend to each other"
-    )
-    chat_template: PathText | None = Field(
-        default=None, description="jinja template file; null: the tokenizer's chat template"
-    )
-    allow_rejects: Fraction = Field(default=0.01, description="share of samples that may be malformed without an error")
-    cache_dir: PathText | None = Field(
-        default=None, description="folder of the token cache; null: ~/.cache/megatrain/tokens"
-    )
+    packing: StrictBool = key(True, "put several samples into one row; they do not attend to each other")
+    chat_template: PathText | None = key(None, "jinja template file; null: the tokenizer's chat template")
+    allow_rejects: Fraction = key(0.01, "share of samples that may be malformed without an error")
+    cache_dir: PathText | None = key(None, "folder of the token cache; null: ~/.cache/megatrain/tokens")
 
 
 class BatchConfig(Section):
     """Size of an optimizer step, and how it is divided. The division affects memory and speed, not the result."""
 
     tokens_per_step: PositiveInt = Field(description="tokens per optimizer step, a multiple of data.max_tokens")
-    microbatch_rows: PositiveInt | None = Field(
-        default=None, description="rows computed together; null: chosen by the engine"
+    microbatch_rows: PositiveInt | None = key(None, "rows computed together; null: chosen by the engine")
+    head_chunk_tokens: PositiveInt | None = key(
+        None, "tokens whose logits are computed at once; null: chosen by the engine"
     )
-    head_chunk_tokens: PositiveInt | None = Field(
-        default=None, description="tokens whose logits are computed at once; null: chosen by the engine"
-    )
-    accumulation_steps: PositiveInt = Field(
-        default=1,
-        description="passes over the layers per optimizer step, each with a part of the step's rows; more passes need less "
+    accumulation_steps: PositiveInt = key(
+        1,
+        "passes over the layers per optimizer step, each with a part of the step's rows; more passes need less "
         "memory for layer inputs",
     )
 
@@ -200,40 +188,33 @@ class GroupConfig(Section):
     pattern: Annotated[str, AfterValidator(_regex)] = Field(
         description="regular expression, searched in the parameter's Hugging Face name"
     )
-    weight_decay: NonNegativeFloat | None = Field(default=None, description="null: optim.weight_decay")
-    lr_scale: NonNegativeFloat = Field(default=1.0, description="factor on the learning rate")
+    weight_decay: NonNegativeFloat | None = key(None, "null: optim.weight_decay")
+    lr_scale: NonNegativeFloat = key(1.0, "factor on the learning rate")
 
 
 class OptimConfig(Section):
     """AdamW with fp32 master weights and moments."""
 
-    learning_rate: PositiveFloat = Field(default=1e-5, description="peak learning rate")
-    weight_decay: NonNegativeFloat = Field(
-        default=0.01, description="decoupled weight decay; not applied to norms and biases"
-    )
-    betas: Betas = Field(default=(0.9, 0.999), description="decay rates of the first and second moment")
-    eps: PositiveFloat = Field(default=1e-8, description="term added to the denominator")
-    max_grad_norm: PositiveFloat | None = Field(
-        default=1.0, description="clip the global gradient norm to this value; null: no clipping"
-    )
-    groups: tuple[GroupConfig, ...] = Field(default=(), description="list of {pattern, weight_decay, lr_scale}")
+    learning_rate: PositiveFloat = key(1e-5, "peak learning rate")
+    weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay; not applied to norms and biases")
+    betas: Betas = key((0.9, 0.999), "decay rates of the first and second moment")
+    eps: PositiveFloat = key(1e-8, "term added to the denominator")
+    max_grad_norm: PositiveFloat | None = key(1.0, "clip the global gradient norm to this value; null: no clipping")
+    groups: tuple[GroupConfig, ...] = key((), "list of {pattern, weight_decay, lr_scale}")
 
 
 class ScheduleConfig(Section):
     """Length of the run, and the learning rate over it."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine",
-        description="shape after warmup; wsd: constant, then a decay over the last decay_ratio of the run",
+    kind: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "cosine", "shape after warmup; wsd: constant, then a decay over the last decay_ratio of the run"
     )
-    warmup_ratio: ShareOrNone | None = Field(default=None, description="warmup as a share of all steps")
-    warmup_steps: NonNegativeInt | None = Field(default=None, description="warmup [steps]; instead of warmup_ratio")
-    min_lr_ratio: Fraction = Field(default=0.0, description="final learning rate, as a share of the peak")
-    decay_ratio: ShareOrAll = Field(default=0.1, description="wsd: length of the decay, as a share of all steps")
-    epochs: PositiveFloat | None = Field(default=None, description="passes over the data; 1 if steps is not given")
-    steps: PositiveInt | None = Field(
-        default=None, description="length of the run [optimizer steps]; instead of epochs"
-    )
+    warmup_ratio: ShareOrNone | None = key(None, "warmup as a share of all steps")
+    warmup_steps: NonNegativeInt | None = key(None, "warmup [steps]; instead of warmup_ratio")
+    min_lr_ratio: Fraction = key(0.0, "final learning rate, as a share of the peak")
+    decay_ratio: ShareOrAll = key(0.1, "wsd: length of the decay, as a share of all steps")
+    epochs: PositiveFloat | None = key(None, "passes over the data; 1 if steps is not given")
+    steps: PositiveInt | None = key(None, "length of the run [optimizer steps]; instead of epochs")
 
     @model_validator(mode="after")
     def _one_length(self) -> ScheduleConfig:
@@ -255,32 +236,26 @@ class ScheduleConfig(Section):
 class MemoryConfig(Section):
     """Use of host and device memory."""
 
-    pin: Literal["auto", "all", "staged"] = Field(
-        default="auto",
-        description="all: pin all planes; staged: keep planes pageable and copy through pinned staging buffers; auto: all "
+    pin: Literal["auto", "all", "staged"] = key(
+        "auto",
+        "all: pin all planes; staged: keep planes pageable and copy through pinned staging buffers; auto: all "
         "where the system allows it",
     )
-    weight_slots: Annotated[Int, Field(ge=2)] = Field(default=2, description="device buffers for layer weights")
-    gradient_slabs: Annotated[Int, Field(ge=1)] = Field(
-        default=12, description="pinned host buffers for gradients in flight"
-    )
-    gradient_plane: StrictBool = Field(
-        default=True,
-        description="keep the gradients of a whole step in host memory, 2 or 4 bytes a parameter; false: AdamW consumes them as "
+    weight_slots: Annotated[Int, Field(ge=2)] = key(2, "device buffers for layer weights")
+    gradient_slabs: Annotated[Int, Field(ge=1)] = key(12, "pinned host buffers for gradients in flight")
+    gradient_plane: StrictBool = key(
+        True,
+        "keep the gradients of a whole step in host memory, 2 or 4 bytes a parameter; false: AdamW consumes them as "
         "they arrive, without clipping, accumulation, or skipping of non-finite steps",
     )
-    host_gib: GiB = Field(
-        default="auto",
-        description="limit on host memory [GiB]; auto: what is available, within container limits",
+    host_gib: GiB = key("auto", "limit on host memory [GiB]; auto: what is available, within container limits")
+    device_gib: GiB = key("auto", "limit on device memory [GiB]; auto: what is free")
+    device_fraction: ShareOrAll = key(
+        0.92, "share of that device memory the plan may fill; the rest is for allocations it cannot predict"
     )
-    device_gib: GiB = Field(default="auto", description="limit on device memory [GiB]; auto: what is free")
-    device_fraction: ShareOrAll = Field(
-        default=0.92,
-        description="share of that device memory the plan may fill; the rest is for allocations it cannot predict",
-    )
-    host_reserve_gib: NonNegativeFloat = Field(
-        default=0.5,
-        description="host memory to keep free [GiB]; a run that comes below it saves and ends (exit code 3) before the system "
+    host_reserve_gib: NonNegativeFloat = key(
+        0.5,
+        "host memory to keep free [GiB]; a run that comes below it saves and ends (exit code 3) before the system "
         "kills it",
     )
 
@@ -288,37 +263,36 @@ class MemoryConfig(Section):
 class ActivationsConfig(Section):
     """What is kept from forward to backward, and what is recomputed."""
 
-    policy: Literal["auto", "keep", "selective", "recompute"] = Field(
-        default="auto",
-        description="keep: keep all activations; selective: keep the results of matrix products and attention, recompute the "
+    policy: Literal["auto", "keep", "selective", "recompute"] = key(
+        "auto",
+        "keep: keep all activations; selective: keep the results of matrix products and attention, recompute the "
         "rest; recompute: keep only each layer's input; auto: per layer, the fastest plan that fits (on a CPU recompute)",
     )
-    attention: Literal["auto", "keep", "recompute"] = Field(
-        default="auto",
-        description="of recomputed layers; keep: keep the attention output, which saves most of the recompute with long rows; "
+    attention: Literal["auto", "keep", "recompute"] = key(
+        "auto",
+        "of recomputed layers; keep: keep the attention output, which saves most of the recompute with long rows; "
         "recompute: recompute it too; auto: as policy says, or the plan",
     )
-    mlp: Literal["auto", "keep", "recompute"] = Field(
-        default="auto",
-        description="of recomputed layers; keep: keep the MLP's matrix products; recompute: recompute them too; auto: as policy "
+    mlp: Literal["auto", "keep", "recompute"] = key(
+        "auto",
+        "of recomputed layers; keep: keep the MLP's matrix products; recompute: recompute them too; auto: as policy "
         "says, or the plan; keep for both attention and mlp equals policy: keep",
     )
-    mlp_chunk_tokens: PositiveInt | None = Field(
-        default=None,
-        description="compute MLPs in chunks of this size, where they process tokens independently [tokens]; null: chosen by the "
+    mlp_chunk_tokens: PositiveInt | None = key(
+        None,
+        "compute MLPs in chunks of this size, where they process tokens independently [tokens]; null: chosen by the "
         "plan",
     )
-    compile: Literal["auto", "off"] = Field(
-        default="auto", description="auto: compile the layers on a GPU; models that cannot be compiled run eagerly"
+    compile: Literal["auto", "off"] = key(
+        "auto", "auto: compile the layers on a GPU; models that cannot be compiled run eagerly"
     )
-    offload_input: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="offload layer inputs to host memory until backward; auto: only as many as needed to fit; on: those of all "
+    offload_input: Literal["auto", "on", "off"] = key(
+        "auto",
+        "offload layer inputs to host memory until backward; auto: only as many as needed to fit; on: those of all "
         "recomputed layers",
     )
-    segment: PositiveInt | None = Field(
-        default=None,
-        description="keep only every K-th layer's input, at the cost of one more forward; null: every layer's",
+    segment: PositiveInt | None = key(
+        None, "keep only every K-th layer's input, at the cost of one more forward; null: every layer's"
     )
 
     @model_validator(mode="after")
@@ -347,36 +321,31 @@ class ActivationsConfig(Section):
 class PrecisionConfig(Section):
     """Number formats. Master weights and moments are always fp32."""
 
-    compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        default="auto", description="dtype of forward and backward; auto: bf16 if the device supports it, else fp32"
+    compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
+        "auto", "dtype of forward and backward; auto: bf16 if the device supports it, else fp32"
     )
-    grad_transport: Literal["auto", "bf16", "fp32"] = Field(
-        default="auto",
-        description="dtype of gradients on their way to the host; auto: fp32 with fp32 compute, else bf16",
+    grad_transport: Literal["auto", "bf16", "fp32"] = key(
+        "auto", "dtype of gradients on their way to the host; auto: fp32 with fp32 compute, else bf16"
     )
 
 
 class LayoutConfig(Section):
     """How the mesh engine distributes a run over processes. The product of all sizes is the number of processes."""
 
-    tensor: PositiveInt = Field(default=1, description="tensor parallel ranks, which share the matrices of a layer")
-    pipeline: PositiveInt = Field(default=1, description="pipeline parallel ranks, which share the layers")
-    virtual: PositiveInt = Field(default=1, description="stages per pipeline rank")
-    context: PositiveInt = Field(default=1, description="context parallel ranks, which share the tokens of a row")
-    replicate: PositiveInt = Field(default=1, description="copies of the sharded model")
-    shard: PositiveInt | None = Field(
-        default=None,
-        description="ranks that share one copy of parameters and optimizer state; null: all remaining ranks",
+    tensor: PositiveInt = key(1, "tensor parallel ranks, which share the matrices of a layer")
+    pipeline: PositiveInt = key(1, "pipeline parallel ranks, which share the layers")
+    virtual: PositiveInt = key(1, "stages per pipeline rank")
+    context: PositiveInt = key(1, "context parallel ranks, which share the tokens of a row")
+    replicate: PositiveInt = key(1, "copies of the sharded model")
+    shard: PositiveInt | None = key(
+        None, "ranks that share one copy of parameters and optimizer state; null: all remaining ranks"
     )
-    schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "dualpipev"] = Field(
-        default="1f1b", description="pipeline schedule"
+    schedule: Literal["1f1b", "interleaved", "zb1p", "zbv", "dualpipev"] = key("1f1b", "pipeline schedule")
+    microbatches: PositiveInt | None = key(
+        None, "microbatches per step of each data parallel rank; null: as few as the schedule needs"
     )
-    microbatches: PositiveInt | None = Field(
-        default=None,
-        description="microbatches per step of each data parallel rank; null: as few as the schedule needs",
-    )
-    stage_layers: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="layers of each stage, in model order; null: balanced by parameters"
+    stage_layers: tuple[PositiveInt, ...] | None = key(
+        None, "layers of each stage, in model order; null: balanced by parameters"
     )
 
 
@@ -384,9 +353,9 @@ class ParallelConfig(LayoutConfig):
     """How the mesh engine distributes a run over processes (engine: mesh). The product of all sizes is the number of
     processes."""
 
-    by_world_size: dict[Annotated[int, Field(gt=0)], LayoutConfig] = Field(
-        default={},
-        description="sizes for other numbers of processes, {8: {tensor: 2, pipeline: 2}, 4: {tensor: 2}}: used when the run is "
+    by_world_size: dict[Annotated[int, Field(gt=0)], LayoutConfig] = key(
+        {},
+        "sizes for other numbers of processes, {8: {tensor: 2, pipeline: 2}, 4: {tensor: 2}}: used when the run is "
         "restarted on fewer nodes",
     )
 
@@ -399,35 +368,31 @@ class ParallelConfig(LayoutConfig):
 class EvalConfig(Section):
     """Evaluation of the loss on the held-out samples (data.val)."""
 
-    every_steps: PositiveInt | None = Field(
-        default=None, description="evaluate every N steps; null: not during the run"
-    )
-    at_start: StrictBool = Field(default=False, description="evaluate before the first step")
-    at_end: StrictBool = Field(default=True, description="evaluate after the last step")
+    every_steps: PositiveInt | None = key(None, "evaluate every N steps; null: not during the run")
+    at_start: StrictBool = key(False, "evaluate before the first step")
+    at_end: StrictBool = key(True, "evaluate after the last step")
 
 
 class CheckpointConfig(Section):
     """When and how the run is saved. Each checkpoint is a folder that transformers can load."""
 
-    every_steps: PositiveInt | None = Field(default=500, description="save every N steps; null: not during the run")
-    keep: PositiveInt | None = Field(default=2, description="number of newest checkpoints to keep; null: all")
-    keep_every: PositiveInt | None = Field(
-        default=None, description="also keep the checkpoint of every N-th step, regardless of keep"
+    every_steps: PositiveInt | None = key(500, "save every N steps; null: not during the run")
+    keep: PositiveInt | None = key(2, "number of newest checkpoints to keep; null: all")
+    keep_every: PositiveInt | None = key(None, "also keep the checkpoint of every N-th step, regardless of keep")
+    at_end: StrictBool = key(True, "save after the last step")
+    background: StrictBool = key(
+        True, "write while training continues; the checkpoint is a consistent snapshot of one step"
     )
-    at_end: StrictBool = Field(default=True, description="save after the last step")
-    background: StrictBool = Field(
-        default=True, description="write while training continues; the checkpoint is a consistent snapshot of one step"
-    )
-    buffer_gib: GiB = Field(
-        default="auto",
-        description="host memory for copies of layers that must be updated before they are written [GiB]; more avoids waiting "
+    buffer_gib: GiB = key(
+        "auto",
+        "host memory for copies of layers that must be updated before they are written [GiB]; more avoids waiting "
         "for a slow disk; auto: half of what is free, at least two layers, never the last GiB",
     )
-    on_error: Literal["warn", "stop"] = Field(
-        default="stop", description="when a save fails; warn: continue, and try again at the next; stop: end the run"
+    on_error: Literal["warn", "stop"] = key(
+        "stop", "when a save fails; warn: continue, and try again at the next; stop: end the run"
     )
-    weights_every_steps: PositiveInt | None = Field(
-        default=None, description="write only bf16 weights to RUN/weights every N steps, and keep all; null: never"
+    weights_every_steps: PositiveInt | None = key(
+        None, "write only bf16 weights to RUN/weights every N steps, and keep all; null: never"
     )
 
 
@@ -438,19 +403,15 @@ class WatchdogConfig(Section):
     """Time limits after which a rank counts as hung (engine: mesh). Then the stacks of all ranks are written to RUN/hangs,
     the processes exit with code 75, and torchrun restarts them. null: no limit."""
 
-    start_s: Seconds = Field(default=3600.0, description="limit for loading model, data and checkpoint [s]")
-    first_step_s: Seconds = Field(default=1200.0, description="limit for the first step of a process [s]")
-    step_s: Seconds = Field(default=600.0, description="limit for every other step [s]")
-    save_s: Seconds = Field(
-        default=1800.0, description="limit for waiting on a save: on its copies, or on the previous save [s]"
-    )
-    load_s: Seconds = Field(default=3600.0, description="limit for loading a checkpoint in a rollback [s]")
-    evaluation_s: Seconds = Field(default=600.0, description="limit for one batch of an evaluation [s]")
-    mfu_floor: Share | None = Field(
-        default=None, description="warn when MFU stays below this, 0.4 for 40%; null: never"
-    )
-    sample_every_steps: PositiveInt | None = Field(
-        default=500, description="profile a step every N steps for exposed communication and stragglers; null: never"
+    start_s: Seconds = key(3600.0, "limit for loading model, data and checkpoint [s]")
+    first_step_s: Seconds = key(1200.0, "limit for the first step of a process [s]")
+    step_s: Seconds = key(600.0, "limit for every other step [s]")
+    save_s: Seconds = key(1800.0, "limit for waiting on a save: on its copies, or on the previous save [s]")
+    load_s: Seconds = key(3600.0, "limit for loading a checkpoint in a rollback [s]")
+    evaluation_s: Seconds = key(600.0, "limit for one batch of an evaluation [s]")
+    mfu_floor: Share | None = key(None, "warn when MFU stays below this, 0.4 for 40%; null: never")
+    sample_every_steps: PositiveInt | None = key(
+        500, "profile a step every N steps for exposed communication and stragglers; null: never"
     )
 
 
@@ -458,27 +419,22 @@ class RunSection(Section):
     """The run's folder, its device, and how it handles divergence."""
 
     dir: PathText = Field(min_length=1, description="folder of the run; must be empty or missing unless resumed")
-    seed: NonNegativeInt = Field(default=0, description="seed of data order, random init and dropout")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if available")
-    threads: PositiveInt | None = Field(
-        default=None, description="threads of the host optimizer; null: all cores of this process"
+    seed: NonNegativeInt = key(0, "seed of data order, random init and dropout")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda if available")
+    threads: PositiveInt | None = key(None, "threads of the host optimizer; null: all cores of this process")
+    max_bad_steps: PositiveInt = key(10, "consecutive non-finite steps that count as a divergence")
+    loss_spike: Annotated[Float, Field(gt=1)] | None = key(
+        None, "also count a loss above this multiple of the median of the last 20 as a divergence; null: never"
     )
-    max_bad_steps: PositiveInt = Field(
-        default=10, description="consecutive non-finite steps that count as a divergence"
-    )
-    loss_spike: Annotated[Float, Field(gt=1)] | None = Field(
-        default=None,
-        description="also count a loss above this multiple of the median of the last 20 as a divergence; null: never",
-    )
-    on_divergence: Literal["stop", "rollback"] = Field(
-        default="stop",
-        description="stop: end the run (exit code 4); rollback: return to the newest checkpoint before the divergence, and skip "
+    on_divergence: Literal["stop", "rollback"] = key(
+        "stop",
+        "stop: end the run (exit code 4); rollback: return to the newest checkpoint before the divergence, and skip "
         "the data since then",
     )
-    max_rollbacks: PositiveInt = Field(default=3, description="rollbacks after which a divergence ends the run")
-    allow_changes: tuple[ChangeName, ...] = Field(
-        default=(),
-        description="list of differences from the checkpoint's run that a resumed run may have: data, batch (tokens per step), "
+    max_rollbacks: PositiveInt = key(3, "rollbacks after which a divergence ends the run")
+    allow_changes: tuple[ChangeName, ...] = key(
+        (),
+        "list of differences from the checkpoint's run that a resumed run may have: data, batch (tokens per step), "
         "seed, schedule (learning rates of past steps), optim, precision",
     )
 
@@ -486,15 +442,13 @@ class RunSection(Section):
 class MetricsConfig(Section):
     """Metrics, besides the files in the run's folder, which are always written."""
 
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        default=(),
-        description="list of services that also receive every step: tensorboard, wandb, trackio; a service that fails or hangs "
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = key(
+        (),
+        "list of services that also receive every step: tensorboard, wandb, trackio; a service that fails or hangs "
         "never stops the run",
     )
-    project: str = Field(default="megatrain", min_length=1, description="project name at these services")
-    instruments: StrictBool = Field(
-        default=True, description="time the copies, waits and updates of every step; the alerts need it"
-    )
+    project: str = key("megatrain", "project name at these services", min_length=1)
+    instruments: StrictBool = key(True, "time the copies, waits and updates of every step; the alerts need it")
 
 
 AlertAction = Literal["warn", "save", "stop", "rollback"]
@@ -505,44 +459,36 @@ class AlertsConfig(Section):
     over; save: also save a checkpoint; stop: also save and end the run, exit code 0; rollback: also return to the newest
     checkpoint."""
 
-    steps: PositiveInt = Field(default=10, description="consecutive steps that must break a rule before it alerts")
-    link_share: Share | None = Field(
-        default=0.6,
-        description="minimum rate of copies that the GPU waits for, as a share of the link's measured rate",
+    steps: PositiveInt = key(10, "consecutive steps that must break a rule before it alerts")
+    link_share: Share | None = key(
+        0.6, "minimum rate of copies that the GPU waits for, as a share of the link's measured rate"
     )
-    link_share_action: AlertAction = Field(default="warn", description="action of the rule link_share")
-    gpu_busy: Share | None = Field(
-        default=0.8, description="minimum share of a step in which the GPU works, if no other rule explains the gap"
+    link_share_action: AlertAction = key("warn", "action of the rule link_share")
+    gpu_busy: Share | None = key(
+        0.8, "minimum share of a step in which the GPU works, if no other rule explains the gap"
     )
-    gpu_busy_action: AlertAction = Field(default="warn", description="action of the rule gpu_busy")
-    speed: Share | None = Field(
-        default=0.7, description="minimum tokens/s, as a multiple of the median of the last 50 steps"
+    gpu_busy_action: AlertAction = key("warn", "action of the rule gpu_busy")
+    speed: Share | None = key(0.7, "minimum tokens/s, as a multiple of the median of the last 50 steps")
+    speed_action: AlertAction = key("warn", "action of the rule speed")
+    device_memory: Share | None = key(
+        0.85, "maximum peak, as a share of device memory; no alert below memory.device_fraction"
     )
-    speed_action: AlertAction = Field(default="warn", description="action of the rule speed")
-    device_memory: Share | None = Field(
-        default=0.85,
-        description="maximum peak, as a share of device memory; no alert below memory.device_fraction",
-    )
-    device_memory_action: AlertAction = Field(default="warn", description="action of the rule device_memory")
-    slab_wait: Share | None = Field(
-        default=0.05, description="maximum share of a step spent waiting for a free gradient slab"
-    )
-    slab_wait_action: AlertAction = Field(default="warn", description="action of the rule slab_wait")
-    optimizer_wait: Share | None = Field(
-        default=0.2, description="maximum share of a step in which the GPU waits for AdamW"
-    )
-    optimizer_wait_action: AlertAction = Field(default="warn", description="action of the rule optimizer_wait")
-    data_wait: Share | None = Field(default=0.1, description="maximum share of a step spent waiting for the batch")
-    data_wait_action: AlertAction = Field(default="warn", description="action of the rule data_wait")
+    device_memory_action: AlertAction = key("warn", "action of the rule device_memory")
+    slab_wait: Share | None = key(0.05, "maximum share of a step spent waiting for a free gradient slab")
+    slab_wait_action: AlertAction = key("warn", "action of the rule slab_wait")
+    optimizer_wait: Share | None = key(0.2, "maximum share of a step in which the GPU waits for AdamW")
+    optimizer_wait_action: AlertAction = key("warn", "action of the rule optimizer_wait")
+    data_wait: Share | None = key(0.1, "maximum share of a step spent waiting for the batch")
+    data_wait_action: AlertAction = key("warn", "action of the rule data_wait")
 
 
 class RunConfig(Section):
     """A whole run."""
 
     model: ModelConfig
-    engine: Literal["host", "mesh"] = Field(
-        default="host",
-        description="host: keep the state in host memory and stream layers through the device; mesh: shard the state over the "
+    engine: Literal["host", "mesh"] = key(
+        "host",
+        "host: keep the state in host memory and stream layers through the device; mesh: shard the state over the "
         "devices of many processes (torchrun)",
     )
     data: DataConfig

@@ -1,7 +1,7 @@
 """Data: from files to rows of tokens.
 
 sources   files -> records with their places (`hub`: datasets in the local Hugging Face cache)
-formats   records -> samples (text, chats, prompts, tokens); `rejects` counts faulty ones
+formats   records -> samples (text, chats, prompts, tokens), or why one cannot be used
 render    samples -> text with trained characters -> token ids with masks
 build     sources -> token stores, through a cache (`store`: ids in memory-mapped files)
 packing   samples -> rows

@@ -19,15 +19,16 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from megatrain.config.schema import SourceConfig
-from megatrain.data.formats import ChatSample, PromptSample, Reading, Sample, TextSample, TokenSample, find_reading
-from megatrain.data.rejects import Rejects, SampleRejected
+from megatrain.data import formats
+from megatrain.data.formats import ChatSample, PromptSample, Sample, SampleRejected, TextSample, TokenSample
 from megatrain.data.render import ChatRenderer, Encoder, Rendered
 from megatrain.data.sources import FileProgress, Record, find_files, is_text, read_records, split_text, unit_of
 from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
@@ -40,33 +41,83 @@ PEEKED_RECORDS = 100
 """Records of each file that are read to determine its format."""
 PROGRESS_S = 0.5
 """Seconds between progress messages; the log may show fewer."""
+EXAMPLES = 3
+"""Places kept for each reason of a rejection."""
+MAX_REASONS = 40
+"""Further reasons are counted together: a template may quote the sample in its message, which makes every reason unique."""
+EARLY_CHECK = 200
+"""After this many samples, a source most of whose samples are rejected is refused right away instead of after hours."""
 
 Log = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class Rejects:
+    """The rejected samples of one source, counted by reason, with the places of the first few."""
+
+    seen: int = 0  # samples read, rejected ones included
+    counts: dict[str, int] = field(default_factory=dict)  # by reason
+    examples: dict[str, list[str]] = field(default_factory=dict)  # the first places, by reason
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def share(self) -> float:
+        return self.total / max(self.seen, 1)
+
+    def add(self, problem: SampleRejected, place: str) -> None:
+        reason = problem.reason
+        if reason not in self.counts and len(self.counts) >= MAX_REASONS:
+            reason = "other reasons"
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(f"{place} ({problem.detail})" if problem.detail else place)
+
+    def report(self) -> list[str]:
+        """One line per reason, the most frequent first."""
+        lines = []
+        for reason, count in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])):
+            more = ", ..." if count > len(self.examples[reason]) else ""
+            lines.append(f"{count} x {reason}: {', '.join(self.examples[reason])}{more}")
+        return lines
+
+    def check(self, allowed: float, where: str) -> None:
+        """Raise a UserError with all reasons and their places if more than the share `allowed` was rejected."""
+        if self.total == 0 or self.share <= allowed:
+            return
+        enough = min(1.0, -(-self.total * 1000 // self.seen) / 1000)  # rounded up, so that setting it is enough
+        raise UserError(
+            f"{self.total:,} of {self.seen:,} samples cannot be used ({self.share:.1%}; {allowed:.1%} allowed):\n    "
+            + "\n    ".join(self.report()),
+            where=where,
+            remedy="check that this is the right file, and its format"
+            if self.total == self.seen
+            else f"repair them, or set data.allow_rejects to {enough:g} to train without them",
+        )
+
+    def check_early(self, allowed: float, where: str) -> None:
+        """Refuse a source that is plainly wrong long before its end."""
+        if self.seen == EARLY_CHECK and self.share > max(allowed, 0.5):
+            self.check(allowed, where)
+
+
 @dataclass(frozen=True)
 class Builder:
-    """Turns sources into token stores.
-
-    Attributes:
-        allow_rejects: Share of a source's samples that may be rejected.
-        log: Takes a line of text for the user.
-    """
+    """Turns sources into token stores."""
 
     encoder: Encoder
     renderer: ChatRenderer
     cache_dir: Path
-    allow_rejects: float
+    allow_rejects: float  # share of a source's samples that may be rejected
     log: Log
 
     def open(self, source: SourceConfig, where: str) -> TokenStore:
-        """The store of a source: from the cache, or built now.
-
-        Args:
-            source: `weight` is not used here.
-            where: The config key of the source, for errors.
+        """The store of a source (its config key is `where`): from the cache, or built now.
 
         Raises:
             UserError: Files are missing, unreadable, empty or of no known format, or too many samples are rejected.
@@ -88,14 +139,10 @@ class Builder:
         return store
 
     def peek(self, source: SourceConfig, where: str) -> None:
-        """Check the format of a source's files by their first records, unless the source is in the cache.
-
-        Raises:
-            UserError: As `open`, as far as the first records show it.
-        """
+        """Check the format of a source's files by their first records, unless the source is in the cache. Raises as `open`."""
         files, _, store = self._find(source, where)
         if store is None:
-            _SourceBuild(self, source, files, where).peek()
+            _SourceBuild(self, source, files, where).samples()[1].close()
 
     def _find(self, source: SourceConfig, where: str) -> tuple[list[Path], Path, TokenStore | None]:
         """The files of a source, the folder of its store, and the store if it exists."""
@@ -155,7 +202,7 @@ class _SourceBuild:
 
     def write(self, folder: Path) -> None:
         self._take_notes()  # drops the remarks of a failed build
-        kind, samples = self._samples()
+        kind, samples = self.samples()
         writer = StoreWriter(folder, kind)
         try:
             (self._write_stream if kind == "stream" else self._write_samples)(writer, samples)
@@ -168,11 +215,6 @@ class _SourceBuild:
         finally:
             writer.close()
 
-    def peek(self) -> None:
-        """Read only as much as the format of each file needs."""
-        _, samples = self._samples()
-        samples.close()
-
     def _take_notes(self) -> list[str]:
         notes: list[str] = []
         # `prompt_completion` has two meanings: strings are joined without the template, messages are rendered by it.
@@ -181,15 +223,17 @@ class _SourceBuild:
             if self._renderer.has_template:
                 notes[0] += f", without {self._renderer.name} (columns: {self._as_alpaca} would use it)"
         if count := self._prompts[ChatSample]:
-            notes.append(
-                f"{counted(count, 'sample')} with prompt and completion as messages, rendered by {self._renderer.name}"
-            )
+            made = f"rendered by {self._renderer.name}"
+            notes.append(f"{counted(count, 'sample')} with prompt and completion as messages, {made}")
         return notes + self._renderer.take_notes() + self._encoder.take_notes()
 
     # ---- records
 
-    def _samples(self) -> tuple[Kind, Generator[tuple[int, Record, Sample]]]:
-        """The kind of the source, and its samples with file number and record. Rejects are counted while reading."""
+    def samples(self) -> tuple[Kind, Generator[tuple[int, Record, Sample]]]:
+        """The kind of the source, and its samples with file number and record. Rejects are counted while reading.
+
+        The call itself reads as much as the format of each file needs.
+        """
         opened: list[_OpenFile] = []
         # The formats of all files are determined before any is read in full, so a wrong file is an error right away.
         for number, file in enumerate(self._files):
@@ -204,25 +248,21 @@ class _SourceBuild:
                 opened.append(_OpenFile(number, file, reading, None))
         by_kind: dict[Kind, Path] = {one.reading.kind: one.file for one in opened if one.reading is not None}
         if len(by_kind) > 1:
-            raise UserError(
-                f"{self._source.path} mixes plain text ({by_kind['stream']}) and whole samples ({by_kind['samples']})",
-                where=self._where,
-                remedy="give them as two sources",
-            )
+            mixed = f"plain text ({by_kind['stream']}) and whole samples ({by_kind['samples']})"
+            raise UserError(f"{self._source.path} mixes {mixed}", self._where, "give them as two sources")
         kind: Kind = "samples" if "samples" in by_kind else "stream"
         return kind, self._read(opened)
 
-    def _reading(self, file: Path, first: list[dict[str, object]]) -> Reading | None:
+    def _reading(self, file: Path, first: list[dict[str, object]]) -> formats.Reading | None:
         """The file's format; None if none of its first records could be read, which the rejects will show."""
         if not first:
             return None
         text = is_text(file)
         if text and self._source.format not in ("auto", "text", "lines"):
-            raise UserError(
-                f"format: {self._source.format} does not apply to a plain text file", str(file), "use text or lines"
-            )
+            what = f"format: {self._source.format} does not apply to a plain text file"
+            raise UserError(what, str(file), "use text or lines")
         format = "text" if text and self._source.format == "auto" else self._source.format
-        reading = find_reading(first, format, {} if text else self._source.columns, str(file))
+        reading = formats.find_reading(first, format, {} if text else self._source.columns, str(file))
         if reading.describe() not in self._readings:
             self._readings.append(reading.describe())
         if reading.name == "prompt_completion":
@@ -285,9 +325,9 @@ class _SourceBuild:
             assert isinstance(sample, TextSample), sample
             content_hash.update(sample.text.encode())
             pieces = split_text(sample.text)
-            end = None
+            end: _DocumentEnd | None = None
             if not record.more:
-                end = _DocumentEnd(file, record.line, int.from_bytes(content_hash.digest(), "little"))
+                end = (file, record.line, int.from_bytes(content_hash.digest(), "little"))
                 content_hash = hashlib.blake2b(digest_size=8)
             batch += [(piece, None) for piece in pieces[:-1]]
             batch.append((pieces[-1], end))
@@ -307,7 +347,7 @@ class _SourceBuild:
             writer.extend(ids)
             if end is not None:
                 writer.extend(suffix)
-                writer.end_document(end.file, end.line, end.content_hash)
+                writer.end_document(*end)
 
     # ---- whole samples
 
@@ -350,11 +390,9 @@ class _SourceBuild:
                 ids = np.concatenate([prefix, ids, suffix]).astype(np.uint32)
                 trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
             elif self._encoder.bos is not None and (ids[:2] == self._encoder.bos).sum() == 2:
-                raise UserError(
-                    f"{self._renderer.name} begins a conversation with two BOS tokens",
-                    where=self._place(file, record.line),
-                    remedy="remove one in a template file (data.chat_template)",
-                )
+                what = f"{self._renderer.name} begins a conversation with two BOS tokens"
+                remedy = "remove one in a template file (data.chat_template)"
+                raise UserError(what, self._place(file, record.line), remedy)
             self._add(writer, ids, trained, file, record, sample)
 
     def _add(
@@ -368,23 +406,17 @@ class _SourceBuild:
         self._reject(SampleRejected(reason), file, record.line)
 
 
-@dataclass(frozen=True)
-class _OpenFile:
+class _OpenFile(NamedTuple):
     """A file of the source whose format is known. `records` None: read it from the start."""
 
     number: int
     file: Path
-    reading: Reading | None
+    reading: formats.Reading | None
     records: Iterator[Record] | None
 
 
-@dataclass(frozen=True)
-class _DocumentEnd:
-    """Origin of a document, attached to its last piece."""
-
-    file: int
-    line: int
-    content_hash: int
+_DocumentEnd = tuple[int, int, int]
+"""File, line and content hash of a document, attached to its last piece."""
 
 
 def _begins_with(ids: np.ndarray, prefix: np.ndarray) -> bool:

@@ -12,8 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatrain.data.rejects import SampleRejected
 from megatrain.errors import UserError
+
+
+class SampleRejected(Exception):
+    """One sample cannot be used. `reason` is the same text for every sample with this fault, `detail` is its own."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
@@ -31,19 +38,12 @@ class PromptSample:
 
 @dataclass(frozen=True)
 class ChatSample:
-    """A conversation.
+    """A conversation."""
 
-    Attributes:
-        messages: As chat templates take them: role, content (a string), and the record's other keys.
-        flags: For each message, whether the record wants it trained; None: not stated.
-        tools: JSON schemas for the template.
-        answers_from: Index of the first message that may be trained; those before it are the prompt.
-    """
-
-    messages: list[dict[str, Any]]
-    flags: tuple[bool | None, ...]
-    tools: list[dict[str, Any]] | None = None
-    answers_from: int = 0
+    messages: list[dict[str, Any]]  # as chat templates take them: role, content (a string), and the record's other keys
+    flags: tuple[bool | None, ...]  # for each message, whether the record wants it trained; None: not stated
+    tools: list[dict[str, Any]] | None = None  # JSON schemas for the template
+    answers_from: int = 0  # index of the first message that may be trained; those before it are the prompt
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,7 @@ class Reading:
     kind: Literal["stream", "samples"]
 
     def sample(self, record: Mapping[str, Any]) -> Sample:
-        """Convert a record.
-
-        Raises:
-            SampleRejected: The record is faulty.
-        """
+        """Convert a record; SampleRejected if it is faulty."""
         return FORMATS[self.name].convert({own: record.get(column) for own, column in self.columns.items()})
 
     def describe(self) -> str:
@@ -91,13 +87,11 @@ class Reading:
 
 
 def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Mapping[str, str], where: str) -> Reading:
-    """Determine the format of a file from its first records.
+    """Determine the format of the file `where` from its first records (at least one).
 
     Args:
-        records: The first records, at least one.
         format: A format's name, or `auto`.
         mapping: The user's `columns:`.
-        where: The file, for errors.
 
     Raises:
         UserError: The format is unknown, the mapping names a missing column, or no format fits.
@@ -119,9 +113,8 @@ def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Map
     if name is None or missing:
         problem = f"format {name} needs {' and '.join(missing)}" if name else "they fit no format"
         listed = ", ".join(present[:12]) + (f" and {len(present) - 12} more" if len(present) > 12 else "")
-        raise UserError(
-            f"the columns are {listed or '(none)'}: {problem}", where, _columns_remedy(present, records, name)
-        )
+        what = f"the columns are {listed or '(none)'}: {problem}"
+        raise UserError(what, where, _columns_remedy(present, records, name))
     used = {own: column_of[own] for own in (*required, *FORMATS[name].optional) if own in column_of}
     if is_chat:  # both formats call the list of turns messages
         used = {"messages": turns or "", **{own: column for own, column in used.items() if own not in TURN_COLUMNS}}
@@ -137,11 +130,8 @@ def _check_mapping(mapping: Mapping[str, str], present: Sequence[str], where: st
     for own, column in mapping.items():
         if own not in known and own in present and column in known:
             turned = ", ".join(f"{value}: {key}" for key, value in mapping.items())
-            raise UserError(
-                f"columns: {own}: {column} is the wrong way round: the format's name comes first",
-                where,
-                f"write columns: {{{turned}}}",
-            )
+            what = f"columns: {own}: {column} is the wrong way round: the format's name comes first"
+            raise UserError(what, where, f"write columns: {{{turned}}}")
         if own not in known:
             raise UserError(f"columns: {own} is not a column of any format", where, _closest(own, known))
         if column not in present:

@@ -35,14 +35,12 @@ def is_hub_id(path: str) -> bool:
 def cached_files(
     hub_id: str, subset: str | None, split: str | None, readable: Callable[[Path], bool], where: str
 ) -> list[Path]:
-    """The files of one split of a cached dataset, in a fixed order.
+    """The files of one split (None: `train`) of a cached dataset, in a fixed order.
 
     Args:
-        hub_id: `org/name`.
         subset: The hub's "subset" or "config"; None: the default, or the only one.
-        split: None means `train`.
         readable: Whether a file is of a type that can be read.
-        where: The config key of the source, for errors.
+        where: The config key of the source.
 
     Raises:
         UserError: The dataset is in neither cache, or has no such subset or split.
@@ -54,16 +52,11 @@ def cached_files(
             return splits[wanted]
         seen += splits
     if seen:
-        raise UserError(
-            f"the dataset {hub_id} has no split {wanted}" + (f" in the subset {subset}" if subset else ""),
-            where=where,
-            remedy=f"set split to one of {', '.join(dict.fromkeys(seen))}",
-        )
-    raise UserError(
-        f"{hub_id} is neither a local path nor a dataset in the local cache; megatrain downloads nothing",
-        where=where,
-        remedy=f"check the path, or fetch the dataset first: hf download {hub_id} --repo-type dataset",
-    )
+        what = f"the dataset {hub_id} has no split {wanted}" + (f" in the subset {subset}" if subset else "")
+        raise UserError(what, where, f"set split to one of {', '.join(dict.fromkeys(seen))}")
+    what = f"{hub_id} is neither a local path nor a dataset in the local cache; megatrain downloads nothing"
+    remedy = f"check the path, or fetch the dataset first: hf download {hub_id} --repo-type dataset"
+    raise UserError(what, where, remedy)
 
 
 def _cached_splits(hub_id: str, subset: str | None, readable: Callable[[Path], bool], where: str) -> Iterator[Splits]:

@@ -27,16 +27,11 @@ MUCH_DROPPED = 0.1
 
 @dataclass(frozen=True)
 class Part:
-    """A tokenized source, and the samples of it that are used.
-
-    Attributes:
-        store: All samples of the source.
-        chosen: (C,) int64: numbers of the samples used here.
-    """
+    """A tokenized source, and the samples of it that are used."""
 
     source: SourceConfig
-    store: TokenStore
-    chosen: np.ndarray
+    store: TokenStore  # all samples of the source
+    chosen: np.ndarray  # (C,) int64: numbers of the samples used here
 
     @property
     def lengths(self) -> np.ndarray:
@@ -46,15 +41,10 @@ class Part:
 
 @dataclass(frozen=True)
 class OpenedData:
-    """All data of a run as tokens, before packing.
-
-    Attributes:
-        train, val: The sources; `val` is empty without `data.val`.
-        pad_id: Id of padding tokens.
-    """
+    """All data of a run as tokens, before packing."""
 
     train: tuple[Part, ...]
-    val: tuple[Part, ...]
+    val: tuple[Part, ...]  # empty without `data.val`
     pad_id: int
 
 
@@ -70,8 +60,6 @@ def load_data(
     """Read, render, tokenize (or load from the cache) and pack all data of a run.
 
     Args:
-        data: The `data` section of the config.
-        tokenizer: The model's Hugging Face tokenizer.
         vocab_size: Rows of the model's embedding. Larger ids are an error here instead of in the step that uses them.
         model_max_length: Positions of the model; None: not checked.
         seed: Determines which samples share a row.
@@ -91,28 +79,15 @@ def load_data(
 def load_val(
     data: DataConfig, tokenizer: Any, *, vocab_size: int | None, model_max_length: int | None, seed: int, log: Log
 ) -> PackedRows:
-    """As `load_data`, but only the held-out rows. `data.val` must be set.
-
-    Raises:
-        UserError: As `load_data`, except for problems that only concern training rows.
-    """
+    """As `load_data`, but only the held-out rows, without the errors about training rows. `data.val` must be set."""
     opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
     return _rows(data, opened.pad_id, opened.val, "val", seed, log)
 
 
 def open_data(
-    data: DataConfig,
-    tokenizer: Any,
-    *,
-    vocab_size: int | None = None,
-    model_max_length: int | None = None,
-    log: Log,
+    data: DataConfig, tokenizer: Any, *, vocab_size: int | None = None, model_max_length: int | None = None, log: Log
 ) -> OpenedData:
-    """The first half of `load_data`: everything except packing. The result does not depend on `data.max_tokens`.
-
-    Raises:
-        UserError: As `load_data`.
-    """
+    """The first half of `load_data`: everything except packing. The result does not depend on `data.max_tokens`."""
     check_row_length(data.max_tokens, model_max_length)
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "megatrain" / "tokens"
     encoder = Encoder(tokenizer)
@@ -129,42 +104,29 @@ def open_data(
     known = np.unique(np.concatenate([part.store.hashes for part in train]))
     for part in val:
         if shared := int(np.isin(part.store.hashes, known).sum()):
-            log(
-                f"warning: {shared:,} of {len(part.store):,} samples of {part.source.path} are also in the training data"
-            )
+            samples = f"{shared:,} of {len(part.store):,} samples of {part.source.path}"
+            log(f"warning: {samples} are also in the training data")
     return OpenedData(tuple(train), tuple(val), encoder.pad)
 
 
 def check_row_length(max_tokens: int, model_max_length: int | None) -> None:
-    """Raise if rows are longer than the model's positions (None: unlimited).
-
-    Raises:
-        UserError: Names both lengths.
-    """
+    """Raise a UserError if rows are longer than the model's positions (None: unlimited)."""
     if model_max_length is not None and max_tokens > model_max_length:
-        raise UserError(
-            f"rows of {max_tokens} tokens are longer than the {model_max_length} positions of the model",
-            where="data.max_tokens",
-            remedy=f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config",
+        what = f"rows of {max_tokens} tokens are longer than the {model_max_length} positions of the model"
+        remedy = (
+            f"set data.max_tokens to {model_max_length} or less, or raise max_position_embeddings in the model's config"
         )
+        raise UserError(what, "data.max_tokens", remedy)
 
 
 def pack_data(data: DataConfig, opened: OpenedData, seed: int, log: Log) -> tuple[PackedRows, PackedRows | None]:
-    """The second half of `load_data`: rows of `data.max_tokens`.
-
-    Raises:
-        UserError: Samples are longer than a row, or none is left.
-    """
+    """The second half of `load_data`: rows of `data.max_tokens`; UserError if samples are longer, or none is left."""
     train = _rows(data, opened.pad_id, opened.train, "train", seed, log)
     return train, _rows(data, opened.pad_id, opened.val, "val", seed, log) if opened.val else None
 
 
 def _peek_all(builder: Builder, data: DataConfig) -> None:
-    """Find problems of all sources before the first is tokenized, which may take long.
-
-    Raises:
-        UserError: All problems in one error.
-    """
+    """Raise one error for the problems of all sources before the first is tokenized, which may take long."""
     val = data.val.sources or () if data.val is not None else ()
     named = [(source, f"data.train[{i}]") for i, source in enumerate(data.train)]
     named += [(source, f"data.val.sources[{i}]") for i, source in enumerate(val)]
@@ -214,11 +176,8 @@ def _rows(data: DataConfig, pad_id: int, parts: Sequence[Part], name: str, seed:
         groups.append(RowGroup(source.path, source.weight, part.store, segments, data.max_tokens, padded=data.packing))
     rows = PackedRows(tuple(groups), data.max_tokens, data.packing, pad_id)
     if len(rows) == 0:
-        raise UserError(
-            f"no samples are left for {name} with overflow: {data.overflow} and rows of {data.max_tokens} tokens",
-            where="data.overflow",
-            remedy="raise data.max_tokens, or use overflow: split",
-        )
+        what = f"no samples are left for {name} with overflow: {data.overflow} and rows of {data.max_tokens} tokens"
+        raise UserError(what, "data.overflow", "raise data.max_tokens, or use overflow: split")
     stats = rows.stats
     if stats.targets == 0:
         raise UserError(

@@ -21,19 +21,12 @@ _WINDOW_ROWS = 64
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows as runs of tokens.
+    """Rows as runs of tokens."""
 
-    Attributes:
-        rows: (R + 1,) int64: the segments of row r are `rows[r]:rows[r + 1]`.
-        samples: (S,) int64: the sample of each segment.
-        offsets: (S,) int64: its first token, relative to the sample.
-        lengths: (S,) int64: its number of tokens.
-    """
-
-    rows: np.ndarray
-    samples: np.ndarray
-    offsets: np.ndarray
-    lengths: np.ndarray
+    rows: np.ndarray  # (R + 1,) int64: the segments of row r are `rows[r]:rows[r + 1]`
+    samples: np.ndarray  # (S,) int64: the sample of each segment
+    offsets: np.ndarray  # (S,) int64: its first token, relative to the sample
+    lengths: np.ndarray  # (S,) int64: its number of tokens
 
     def __len__(self) -> int:
         return len(self.rows) - 1
@@ -41,27 +34,17 @@ class Segments:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Samples cut to the length of a row, as (P,) int64 arrays.
-
-    Attributes:
-        too_long: Number of samples longer than a row.
-        lost: Number of pieces left out: dropped by the policy, or without a target.
-    """
+    """Samples cut to the length of a row, as (P,) int64 arrays."""
 
     samples: np.ndarray
     offsets: np.ndarray
     lengths: np.ndarray
-    too_long: int
-    lost: int
+    too_long: int  # samples longer than a row
+    lost: int  # pieces left out: dropped by the policy, or without a target
 
 
 def cut_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Segments:
-    """Rows of exactly `max_tokens` tokens, except the last.
-
-    Args:
-        chosen: (C,) samples, in order.
-        lengths: (C,) their tokens, all > 0.
-    """
+    """Rows of exactly `max_tokens` tokens, except the last, of the (C,) samples `chosen`; their lengths (C,) are > 0."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     if total % max_tokens == 1 and total > 1:
@@ -78,46 +61,33 @@ def cut_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Segm
 
 
 def cut_samples(
-    chosen: np.ndarray,
-    lengths: np.ndarray,
-    max_tokens: int,
-    overflow: str,
-    targets_in: Callable[[int, int, int], int],
+    chosen: np.ndarray, lengths: np.ndarray, max_tokens: int, overflow: str, targets_in: Callable[[int, int, int], int]
 ) -> Pieces:
-    """Cut the samples that are longer than a row.
+    """Cut those of the (C,) samples `chosen`, of (C,) `lengths`, that are longer than a row.
 
-    Args:
-        chosen: (C,) samples.
-        lengths: (C,) their tokens.
-        overflow: drop | truncate | split; under `error` the caller has already refused long samples.
-        targets_in: (sample, offset, length) -> number of targets in that run of tokens.
+    `overflow`: drop | truncate | split; under `error` the caller has already refused long samples.
+    `targets_in`: (sample, offset, length) -> number of targets in that run of tokens.
     """
     long = lengths > max_tokens
     samples, offsets, sizes = [chosen[~long]], [np.zeros((~long).sum(), np.int64)], [lengths[~long]]
     lost = 0
     for sample, length in zip(chosen[long].tolist(), lengths[long].tolist(), strict=True):
-        pieces = {"drop": [], "truncate": [0], "split": list(range(0, length, max_tokens))}[overflow]
-        kept = [
-            (at, min(max_tokens, length - at))
-            for at in pieces
-            if targets_in(sample, at, min(max_tokens, length - at)) > 0
-        ]
+        begins = {"drop": [], "truncate": [0], "split": list(range(0, length, max_tokens))}[overflow]
+        pieces = [(at, min(max_tokens, length - at)) for at in begins]
+        kept = [(at, size) for at, size in pieces if targets_in(sample, at, size) > 0]
         lost += max(len(pieces), 1) - len(kept)
         samples.append(np.full(len(kept), sample, np.int64))
         offsets.append(np.array([at for at, _ in kept], np.int64))
         sizes.append(np.array([size for _, size in kept], np.int64))
-    return Pieces(
-        np.concatenate(samples), np.concatenate(offsets), np.concatenate(sizes), too_long=int(long.sum()), lost=lost
-    )
+    return Pieces(*map(np.concatenate, (samples, offsets, sizes)), too_long=int(long.sum()), lost=lost)
 
 
 def pack(pieces: Pieces, max_tokens: int, seed: int) -> Segments:
     """Pack pieces into rows, several to a row, without cutting any. The same seed gives the same rows."""
     count = len(pieces.lengths)
     order = permutation(count, seed)
-    window = _WINDOW_SAMPLES
-    if count:
-        window = max(window, int(_WINDOW_ROWS * max_tokens / max(pieces.lengths.mean(), 1)))
+    mean = max(pieces.lengths.mean(), 1) if count else max_tokens
+    window = max(_WINDOW_SAMPLES, int(_WINDOW_ROWS * max_tokens / mean))
     rows: list[list[int]] = []
     for begin in range(0, count, window):
         part = order[begin : begin + window]
@@ -126,7 +96,6 @@ def pack(pieces: Pieces, max_tokens: int, seed: int) -> Segments:
 
 
 def one_per_row(pieces: Pieces) -> Segments:
-    """One row per piece."""
     return _of_rows(pieces, [[i] for i in range(len(pieces.lengths))])
 
 
@@ -143,11 +112,7 @@ def one_per_row_stream(chosen: np.ndarray, lengths: np.ndarray, max_tokens: int)
 def best_fit(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     """Best-fit decreasing: the longest piece first, each into the fullest row with room for it.
 
-    Args:
-        lengths: (P,) all in 1..max_tokens.
-
-    Returns:
-        The indices of the pieces of each row.
+    `lengths`: (P,), all in 1..max_tokens. Returns the indices of the pieces of each row.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted, without full rows

@@ -35,8 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.data.formats import ChatSample
-from megatrain.data.rejects import SampleRejected
+from megatrain.data.formats import ChatSample, SampleRejected
 from megatrain.errors import UserError
 from megatrain.units import counted
 
@@ -52,27 +51,15 @@ class Rendered:
 
 
 class ChatRenderer:
-    """Renders conversations with one template.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        template_file: A jinja template to use instead of the tokenizer's.
-        train_on: `data.train_on`: assistant | last_assistant | all.
-
-    Attributes:
-        name: How errors call the template.
-    """
+    """Renders conversations with the tokenizer's template, or with the jinja template in a file."""
 
     def __init__(self, tokenizer: Any, template_file: str | None, train_on: str):
-        self._tokenizer = tokenizer
-        self.train_on = train_on
-        self._template: str | None = None
-        if template_file is not None:
-            self._template = read_template(template_file)
-            self.name = f"the chat template {template_file}"
-        else:
-            self.name = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
-        self._special = _special_tokens(tokenizer)
+        self._tokenizer, self.train_on = tokenizer, train_on
+        self._model = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        self.name = f"the chat template {template_file or f'of {self._model}'}"  # in errors
+        self._template = read_template(template_file) if template_file is not None else None
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._special = tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
         self._remarks: Counter[str] = Counter()
 
     def take_notes(self) -> list[str]:
@@ -82,7 +69,6 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a template to render conversations with."""
         return self._template is not None or bool(self._tokenizer.chat_template)
 
     @property
@@ -99,9 +85,9 @@ class ChatRenderer:
         """
         if not self.has_template:
             raise UserError(
-                f"{getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, but the data is chats",
-                where="data.chat_template",
-                remedy="give a jinja template file (data.chat_template: chat.jinja), or use an instruct model; questions and "
+                f"{self._model} has no chat template, but the data is chats",
+                "data.chat_template",
+                "give a jinja template file (data.chat_template: chat.jinja), or use an instruct model; questions and "
                 "answers in two columns need no template as columns: {prompt: QUESTIONS, completion: ANSWERS}",
             )
         sample = self._with_fitting_calls(sample)
@@ -125,8 +111,6 @@ class ChatRenderer:
             self._remarks["rewrites earlier turns; these conversations were split into a sample per turn"] += 1
         return texts[::-1]
 
-    # ---- one turn
-
     def _turn(self, sample: ChatSample, turn: int, tagged: bool) -> Rendered:
         """The text up to and including the assistant message `turn`, and the spans of that message."""
         before, upto = sample.messages[:turn], sample.messages[: turn + 1]
@@ -135,18 +119,15 @@ class ChatRenderer:
             history = _common_prefix(self._text(before, sample), text)
             spans = [(begin, end) for begin, end in marks if begin >= history and end > begin]
             if not spans:
-                raise UserError(
-                    f"{self.name} marks no token of an assistant message as generated, so nothing would be trained",
-                    remedy="correct its {% generation %} blocks, or remove them: answers are then found from the prompts",
-                )
+                what = f"{self.name} marks no token of an assistant message as generated, so nothing would be trained"
+                remedy = "correct its {% generation %} blocks, or remove them: answers are then found from the prompts"
+                raise UserError(what, remedy=remedy)
         else:
             text = self._text(upto, sample)
             spans = [(self._answer_begin(sample, turn, text), len(text))]
             if not text[spans[0][0] :].strip():
-                raise UserError(
-                    f"{self.name} renders an assistant message as nothing, so no token would be trained",
-                    remedy="correct the template: it must write the message's content",
-                )
+                what = f"{self.name} renders an assistant message as nothing, so no token would be trained"
+                raise UserError(what, remedy="correct the template: it must write the message's content")
         message = sample.messages[turn]
         for what in ("content", "reasoning_content"):
             if not _holds(text[spans[0][0] :], message.get(what, "")):
@@ -170,10 +151,8 @@ class ChatRenderer:
         after = more.removeprefix(upto) if more.startswith(upto) else ""
         token = self._special_at(after.lstrip())
         if not token:
-            raise UserError(
-                f"{self.name} writes no special token after an answer: the model would not learn to stop",
-                remedy="add {{ eos_token }} there in a template file (data.chat_template)",
-            )
+            what = f"{self.name} writes no special token after an answer: the model would not learn to stop"
+            raise UserError(what, remedy="add {{ eos_token }} there in a template file (data.chat_template)")
         self._remarks[f"ends an answer only with the {token} of the next turn; generation must stop at that token"] += 1
         text += after[: after.index(token) + len(token)]
         return Rendered(text, (*inner, (begin, len(text))))
@@ -217,16 +196,12 @@ class ChatRenderer:
                 continue
             ends = [self._text(sample.messages[:i], sample) if i else "", self._text(sample.messages[: i + 1], sample)]
             if not all(text.startswith(end) for end in ends):
-                raise UserError(
-                    f"{self.name} rewrites earlier messages, so a message flagged 0 cannot be located",
-                    remedy="set data.train_on: assistant, or remove the flags",
-                )
+                what = f"{self.name} rewrites earlier messages, so a message flagged 0 cannot be located"
+                raise UserError(what, remedy="set data.train_on: assistant, or remove the flags")
             spans.append((begin, len(ends[0])))
             begin = len(ends[1])
         spans.append((begin, len(text)))
         return Rendered(text, tuple(span for span in spans if span[1] > span[0]))
-
-    # ---- the template
 
     def _with_fitting_calls(self, sample: ChatSample) -> ChatSample:
         """Convert tool call arguments to JSON text for templates that fail on objects."""
@@ -247,13 +222,8 @@ class ChatRenderer:
 
     def _text(self, messages: list[dict[str, Any]], sample: ChatSample, generation: bool = False) -> str:
         with _refusals():
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=sample.tools,
-                chat_template=self._template,
-                add_generation_prompt=generation,
-                tokenize=False,
-            )
+            options = {"tools": sample.tools, "chat_template": self._template, "tokenize": False}
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
 
     def _marks(self, messages: list[dict[str, Any]], sample: ChatSample) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the character ranges inside `{% generation %}`.
@@ -274,11 +244,7 @@ class ChatRenderer:
 
 
 def read_template(path: str) -> str:
-    """The text of a template file.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
+    """The text of a template file; UserError if it cannot be read."""
     file = Path(path).expanduser()
     try:
         return file.read_text(encoding="utf-8")
@@ -301,19 +267,11 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except TemplateSyntaxError as error:
-        raise UserError(
-            f"the chat template is not valid jinja: {error.message} (its line {error.lineno})",
-            where="data.chat_template",
-            remedy="correct the template",
-        ) from error
+        what = f"the chat template is not valid jinja: {error.message} (its line {error.lineno})"
+        raise UserError(what, "data.chat_template", "correct the template") from error
     # Templates are programs: a missing key fails in any of these ways.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise SampleRejected("the chat template refuses it", str(error).split("\n", 1)[0]) from error
-
-
-def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -346,14 +304,7 @@ def _around(text: str, place: int) -> str:
 
 
 class Encoder:
-    """Turns texts into token ids and masks, in batches, on the tokenizer's threads.
-
-    Attributes:
-        prefix: Ids added before a plain text document (BOS, if the tokenizer adds it by itself).
-        suffix: Ids added after it; the last is EOS, if the tokenizer has one.
-        bos: Id of the BOS token, or None.
-        pad: Id that fills rows. Padding is masked by position, so it may equal EOS.
-    """
+    """Turns texts into token ids and masks, in batches, on the tokenizer's threads."""
 
     def __init__(self, tokenizer: Any):
         from tokenizers import Tokenizer
@@ -367,20 +318,18 @@ class Encoder:
             self._backend.no_padding()
         self.bos: int | None = tokenizer.bos_token_id
         eos: int | None = tokenizer.eos_token_id
+        # Fills rows. Padding is masked by position, so the id may equal EOS.
         self.pad: int = next((i for i in (tokenizer.pad_token_id, eos) if i is not None), 0)
-        self.prefix, self.suffix = self._document_ends(eos)
-        self._straddled = 0
-
-    def _document_ends(self, eos: int | None) -> tuple[list[int], list[int]]:
-        bare = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        full = self._tokenizer("a", add_special_tokens=True)["input_ids"]
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a", add_special_tokens=True)["input_ids"]
         at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
         if at is None:
             raise UserError(f"the tokenizer changes a text when it adds special tokens: {bare} became {full}")
-        prefix, suffix = list(full[:at]), list(full[at + len(bare) :])
-        if eos is not None and suffix[-1:] != [eos]:
-            suffix.append(eos)
-        return prefix, suffix
+        # Before a plain text document (BOS, if the tokenizer adds it by itself), and after it (last EOS, if there is one).
+        self.prefix, self.suffix = list(full[:at]), list(full[at + len(bare) :])
+        if eos is not None and self.suffix[-1:] != [eos]:
+            self.suffix.append(eos)
+        self._straddled = 0
 
     def fingerprint(self) -> str:
         """Hash of everything that determines the ids of a text."""
@@ -411,16 +360,11 @@ class Encoder:
     def masked_ids(self, texts: Sequence[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
         """The ids (uint32) of each text, and which of them are trained (bool).
 
-        Each text is tokenized once, as a whole; the tokenizer's offsets map its spans to tokens.
-
-        Raises:
-            UserError: The tokenizer has no offsets.
+        Each text is tokenized once, as a whole; the tokenizer's offsets (UserError if it has none) map its spans to tokens.
         """
         if self._backend is None:
-            raise UserError(
-                f"the tokenizer ({type(self._tokenizer).__name__}) has no character offsets, which masks need",
-                remedy="use a checkpoint with a tokenizer.json",
-            )
+            what = f"the tokenizer ({type(self._tokenizer).__name__}) has no character offsets, which masks need"
+            raise UserError(what, remedy="use a checkpoint with a tokenizer.json")
         encodings = self._backend.encode_batch([text.text for text in texts], add_special_tokens=False)
         results = []
         for rendered, encoding in zip(texts, encodings, strict=True):

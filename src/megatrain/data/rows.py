@@ -37,21 +37,14 @@ NO_TARGET = -100
 
 @dataclass(frozen=True)
 class RowStats:
-    """Counts of a set of rows.
-
-    Attributes:
-        tokens: Tokens of samples, without padding.
-        padding: Padding tokens.
-        targets: Tokens with a label.
-        longest: Tokens of the longest document.
-    """
+    """Counts of a set of rows."""
 
     rows: int = 0
     samples: int = 0
-    tokens: int = 0
-    padding: int = 0
-    targets: int = 0
-    longest: int = 0
+    tokens: int = 0  # of samples, without padding
+    padding: int = 0  # tokens
+    targets: int = 0  # tokens with a label
+    longest: int = 0  # tokens of the longest document
 
     @property
     def efficiency(self) -> float:
@@ -65,21 +58,14 @@ class RowStats:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """The rows of one source.
+    """The rows of one source."""
 
-    Attributes:
-        name: The source's path.
-        weight: Passes over the rows per epoch.
-        max_tokens: Length limit of a row.
-        padded: Whether rows are padded to `max_tokens`; otherwise to the longest row of the batch.
-    """
-
-    name: str
-    weight: float
+    name: str  # the source's path
+    weight: float  # passes over the rows per epoch
     store: TokenStore
     segments: Segments
-    max_tokens: int
-    padded: bool
+    max_tokens: int  # length limit of a row
+    padded: bool  # whether rows are padded to max_tokens; otherwise to the longest row of the batch
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -119,8 +105,7 @@ class RowGroup:
         for segment in range(self.segments.rows[row], self.segments.rows[row + 1]):
             ids, trained = self.store.run(*self._run(segment))
             here = slice(at, at + len(ids))
-            out["input_ids"][here] = ids
-            out["labels"][here] = np.where(trained, ids.astype(np.int64), NO_TARGET)
+            out["input_ids"][here], out["labels"][here] = ids, np.where(trained, ids.astype(np.int64), NO_TARGET)
             out["position_ids"][here], out["document_ids"][here] = np.arange(len(ids)), document
             at, document = at + len(ids), document + 1
         rest = len(out["input_ids"]) - at
@@ -134,17 +119,13 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """All rows of a training or validation set, numbered through all groups.
-
-    Attributes:
-        packing: Whether samples share rows. Otherwise a batch is padded to its longest row, and has an attention mask instead
-            of document ids.
-        pad_id: Id of padding tokens.
-    """
+    """All rows of a training or validation set, numbered through all groups."""
 
     groups: tuple[RowGroup, ...]
     max_tokens: int
-    packing: bool
+    packing: (
+        bool  # samples share rows; else a batch is padded to its longest row and has an attention mask, no document ids
+    )
     pad_id: int
 
     def __len__(self) -> int:
@@ -174,11 +155,8 @@ class PackedRows:
         return np.concatenate([np.zeros(0, np.int64), *(group.document_lengths(own) for group, own in located)])
 
     def arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        """A batch of rows as int64 (B, T) arrays.
-
-        Returns:
-            input_ids and labels; with packing position_ids and document_ids, else attention_mask (1: token, 0: padding).
-        """
+        """A batch of rows as int64 (B, T) arrays: input_ids and labels; with packing position_ids and document_ids, else
+        attention_mask (1: token, 0: padding)."""
         located = [self.locate(int(row)) for row in rows]
         lengths = [int(group.document_lengths(own).sum()) for group, own in located]
         width = self.max_tokens if self.packing else max(lengths, default=0)
@@ -203,15 +181,7 @@ class PackedRows:
 class StepLoader:
     """Batches by step number. See [Note: which rows form a step].
 
-    Args:
-        rows: The rows.
-        rows_per_step: Rows of a step; the last step of an epoch has the remainder.
-        seed: Determines the order.
-        shuffle: False: every row once, in the order of `rows`, regardless of weights.
-
-    Attributes:
-        rows_per_epoch: Rows of an epoch, with weights applied.
-        steps_per_epoch: Steps of an epoch, including a partial last one.
+    The last step of an epoch may be partial. Without `shuffle`, an epoch has every row once, in order, whatever the weights.
     """
 
     def __init__(self, rows: PackedRows, rows_per_step: int, seed: int, shuffle: bool = True):
@@ -269,20 +239,14 @@ class StepLoader:
 
 
 class Batches(Protocol):
-    """The part of a `StepLoader` that a prefetcher uses."""
-
     def batch(self, step: int, /) -> dict[str, Tensor]: ...
     def rows_of(self, step: int, /) -> Any: ...
 
 
 class Prefetcher:
-    """Batches in step order, each built by a thread while the previous step is computed.
+    """Batches of the steps `first` to `end` - 1, each built by a thread while the previous step is computed.
 
     An error of the thread is raised by the `next` that would have returned its batch.
-
-    Args:
-        loader: Builds the batches.
-        first, end: Range of step numbers.
     """
 
     def __init__(self, loader: Batches, first: int, end: int):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatrain.data import hub
-from megatrain.data.rejects import SampleRejected
+from megatrain.data.formats import SampleRejected
 from megatrain.errors import UserError, near_paths
 
 RECORD_SUFFIXES = {
@@ -39,25 +39,15 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a file.
+    """One record of a file."""
 
-    Attributes:
-        line: Line or row in the file, from 1.
-        value: The columns, or why they cannot be read.
-        more: The text continues in the next record (a long `.txt` comes in pieces).
-    """
-
-    line: int
-    value: dict[str, Any] | SampleRejected
-    more: bool = False
+    line: int  # or row in the file, from 1
+    value: dict[str, Any] | SampleRejected  # the columns, or why they cannot be read
+    more: bool = False  # the text continues in the next record (a long `.txt` comes in pieces)
 
 
 class FileProgress:
-    """How much of a file has been read. The reader updates it; the log reads it.
-
-    Args:
-        file: Must exist.
-    """
+    """How much of a file has been read. The reader updates it; the log reads it."""
 
     def __init__(self, file: Path):
         self.size_bytes = file.stat().st_size
@@ -86,7 +76,7 @@ def find_files(path: str, where: str, *, subset: str | None = None, split: str |
     Args:
         path: A file, a folder (all readable files below it, except hidden ones), a glob, or the id of a dataset in the
             local Hugging Face cache (see `hub`).
-        where: The config key of the path, for errors.
+        where: The config key of the path.
         subset, split: Of a hub dataset; None: its default subset, and `train`.
 
     Raises:
@@ -97,31 +87,23 @@ def find_files(path: str, where: str, *, subset: str | None = None, split: str |
     if not is_path and hub.is_hub_id(path):
         return hub.cached_files(path, subset, split, lambda file: _file_type(file)[0] is not None, where)
     if subset is not None or split is not None:
-        raise UserError(
-            f"subset and split are for datasets of the hub; {path} is a path",
-            where,
-            "remove them, or give the files themselves",
-        )
+        what = f"subset and split are for datasets of the hub; {path} is a path"
+        raise UserError(what, where, "remove them, or give the files themselves")
     if expanded.is_file():
         return [expanded]
     if expanded.is_dir():
         below = [file for file in sorted(expanded.rglob("*")) if file.is_file() and not _hidden(file, expanded)]
-        files = [file for file in below if _file_type(file)[0] is not None]
-        if not files:
-            suffixes = sorted({file.suffix or file.name for file in below})
-            found = f"it holds only {', '.join(suffixes[:8])}" if suffixes else "it is empty"
-            raise UserError(
-                f"no data files in the folder {path}: {found}",
-                where=where,
-                remedy=f"megatrain reads {READABLE}; a glob such as {path.rstrip('/')}/**/*.py reads any file as text",
-            )
-        return files
+        if files := [file for file in below if _file_type(file)[0] is not None]:
+            return files
+        suffixes = sorted({file.suffix or file.name for file in below})
+        found = f"it holds only {', '.join(suffixes[:8])}" if suffixes else "it is empty"
+        remedy = f"megatrain reads {READABLE}; a glob such as {path.rstrip('/')}/**/*.py reads any file as text"
+        raise UserError(f"no data files in the folder {path}: {found}", where, remedy)
     if glob.has_magic(path):
         names = glob.glob(str(expanded), recursive=True)  # noqa: PTH207  (Path.glob takes no absolute patterns)
-        files = sorted(Path(name) for name in names if Path(name).is_file())
-        if not files:
-            raise UserError(f"the glob {path} matches no file", where=where, remedy=near_paths(expanded.parent))
-        return files
+        if files := sorted(Path(name) for name in names if Path(name).is_file()):
+            return files
+        raise UserError(f"the glob {path} matches no file", where, near_paths(expanded.parent))
     raise UserError(f"{path} does not exist", where=where, remedy=near_paths(expanded))
 
 
@@ -136,10 +118,9 @@ def is_text(file: Path) -> bool:
 
 
 def read_records(file: Path, lines: bool = False, progress: FileProgress | None = None) -> Generator[Record]:
-    """Read one file.
+    """Read one file, according to its suffix; an unknown suffix means plain text.
 
     Args:
-        file: The suffix decides how it is read; an unknown suffix means plain text.
         lines: For plain text: each line that is not blank is a document. Otherwise the whole file is one.
         progress: Updated while reading.
 
@@ -157,22 +138,14 @@ def cut_point(text: str, begin: int, limit: int) -> int:
 
     Cuts before a single space followed by a letter, else before a newline between two letters or digits. Common
     tokenizers start a new word there, so the pieces together give the tokens of the whole text. Otherwise it
-    cuts at the limit.
-
-    Returns:
-        An index in `(begin, begin + limit]`; `begin + limit` must lie inside the text.
+    cuts at the limit; `begin + limit` must lie inside the text.
     """
-
-    def space_before_word(before: str, after: str) -> bool:
-        return after.isalpha() and not before.isspace()
-
-    def newline_between_words(before: str, after: str) -> bool:
-        return before.isalnum() and after.isalnum()
-
-    for mark, fits in ((" ", space_before_word), ("\n", newline_between_words)):
+    for mark in (" ", "\n"):
         at = begin + limit
         while (at := text.rfind(mark, begin + limit // 2, at)) > begin:
-            if fits(text[at - 1], text[at + 1]):
+            before, after = text[at - 1], text[at + 1]
+            in_words = after.isalpha() and not before.isspace()
+            if in_words if mark == " " else before.isalnum() and after.isalnum():
                 return at
     return begin + limit
 
@@ -210,18 +183,13 @@ def _errors_of(file: Path) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, OSError) as error:
         if not isinstance(error, OSError) or error.errno is None:  # of gzip and pyarrow, not of the system
-            raise UserError(
-                f"cannot be decompressed: {error}", str(file), "the file is truncated or damaged"
-            ) from error
-        raise UserError(
-            f"cannot be read: {error.strerror or error}", str(file), "check its permissions, and the disk it is on"
-        ) from error
+            what, remedy = f"cannot be decompressed: {error}", "the file is truncated or damaged"
+        else:
+            what, remedy = f"cannot be read: {error.strerror or error}", "check its permissions, and the disk it is on"
+        raise UserError(what, str(file), remedy) from error
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"is not UTF-8 text: {error.reason} (byte 0x{error.object[error.start]:02x})",
-            where=str(file),
-            remedy="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from error
+        what = f"is not UTF-8 text: {error.reason} (byte 0x{error.object[error.start]:02x})"
+        raise UserError(what, str(file), "convert it, for example with iconv -f LATIN1 -t UTF-8") from error
 
 
 @contextmanager
@@ -233,9 +201,8 @@ def _errors_of_table(file: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the system, not of pyarrow
-        raise UserError(
-            f"cannot be read as a table: {error}", str(file), "the file is damaged, or of another type"
-        ) from error
+        what = f"cannot be read as a table: {error}"
+        raise UserError(what, str(file), "the file is damaged, or of another type") from error
 
 
 def _open_binary(file: Path, progress: FileProgress) -> IO[bytes]:
@@ -400,9 +367,5 @@ def _read_text(file: Path, progress: FileProgress) -> Iterator[Record]:
 
 
 _READERS: dict[str | None, Callable[[Path, FileProgress], Iterator[Record]]] = {
-    "json": _read_json,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
-    "csv": _read_csv,
-}
+    "json": _read_json, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow, "csv": _read_csv,
+}  # fmt: skip

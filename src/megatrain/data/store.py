@@ -25,14 +25,9 @@ VERSION = 2
 """Part of every cache key: raise it when the same data would be stored differently."""
 META = "meta.json"
 _COLUMNS: dict[str, type[np.generic]] = {
-    "tokens": np.uint32,
-    "trained": np.uint8,
-    "ends": np.int64,
-    "targets": np.int64,
-    "hashes": np.uint64,
-    "files": np.int32,
-    "lines": np.int64,
-}
+    "tokens": np.uint32, "trained": np.uint8, "ends": np.int64, "targets": np.int64, "hashes": np.uint64,
+    "files": np.int32, "lines": np.int64,
+}  # fmt: skip
 
 Kind = Literal["stream", "samples"]
 """Whether rows may cut the samples anywhere (`stream`) or keep them whole."""
@@ -44,12 +39,7 @@ def place(path: str, unit: str, number: int) -> str:
 
 
 class StoreWriter:
-    """Writes a store sample by sample; only file buffers are held in memory.
-
-    Args:
-        folder: An existing, empty folder.
-        kind: The kind of the store.
-    """
+    """Writes a store sample by sample into an existing, empty folder; only file buffers are held in memory."""
 
     def __init__(self, folder: Path, kind: Kind):
         self._folder, self._kind = folder, kind
@@ -175,17 +165,11 @@ class TokenStore:
         return place(file["path"], file["unit"], int(self._map("lines")[sample]))
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise if an id is outside the model's vocabulary.
-
-        Raises:
-            UserError: Names the largest id and its sample.
-        """
-        if self.meta["largest_id"] >= vocab_size:
-            raise UserError(
-                f"token id {self.meta['largest_id']} is outside the model's vocabulary of {vocab_size}",
-                where=self.place(self.meta["largest_id_sample"]),
-                remedy="use the model's own tokenizer (tokens added to it need a larger embedding)",
-            )
+        """Raise a UserError, with the largest id and its sample, if an id is outside the model's vocabulary."""
+        if (largest := self.meta["largest_id"]) >= vocab_size:
+            what = f"token id {largest} is outside the model's vocabulary of {vocab_size}"
+            remedy = "use the model's own tokenizer (tokens added to it need a larger embedding)"
+            raise UserError(what, self.place(self.meta["largest_id_sample"]), remedy)
 
     def _map(self, column: str) -> np.ndarray:
         return np.memmap(self.folder / f"{column}.bin", dtype=_COLUMNS[column], mode="r")

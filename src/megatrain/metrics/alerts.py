@@ -49,11 +49,8 @@ def broken(
 ) -> dict[Rule, str]:
     """The pipeline rules that a record breaks, each with its text. Rules about the GPU are silent where there is none.
 
-    Args:
-        record: A step that was taken.
-        limits: Threshold of each rule that is on.
-        device_fraction: Share of the device's memory that a plan may fill.
-        usual_tokens_per_s: The run's own median; None while it is unknown.
+    `limits`: the threshold of each rule that is on; `device_fraction`: the share of the device's memory that a plan may fill;
+    `usual_tokens_per_s`: the run's median, None while it is unknown.
     """
     found: dict[Rule, str] = {}
     pipeline, step_s = record.pipeline, record.step_s
@@ -117,9 +114,7 @@ def _broken_in_pipeline(
                 "megatrain doctor; a larger batch.tokens_per_step needs fewer copies per token"
             )
     if "gpu_busy" in limits and not found:
-        busy = pipeline.computed_s / step_s
-        if pipeline.gpu_utilisation is not None:
-            busy = min(busy, pipeline.gpu_utilisation)
+        busy = min(pipeline.computed_s / step_s, 1.0 if pipeline.gpu_utilisation is None else pipeline.gpu_utilisation)
         if busy < limits["gpu_busy"]:
             found["gpu_busy"] = (
                 f"the GPU works for {busy:.0%} of a step; {_largest_part(record)}\n"
@@ -141,19 +136,12 @@ def _largest_part(record: StepRecord) -> str:
 
 
 def judged_over_ranks(mfu: float | None, ranks: MeshRecord, limits: Mapping[Rule, float]) -> dict[Rule, str | None]:
-    """The rank rules whose figure is known: the text of each that is broken, None for each that is kept.
-
-    Args:
-        mfu: Of the step, if known.
-        ranks: The step over all ranks.
-        limits: Threshold of each rule that is on.
-    """
+    """The rank rules whose figure is known: the text of each that is broken, None for each that is kept."""
     found: dict[Rule, str | None] = {}
     if mfu is not None and (floor := limits.get("mfu_floor")) is not None:
         text = f"MFU under {floor:.1%} (watchdog.mfu_floor) for {RANK_STEPS} steps, {mfu:.1%} now"
         found["mfu_floor"] = text if mfu < floor else None
-    excess = ranks.imbalance
-    if excess is not None and (limit := limits.get("imbalance")) is not None:
+    if (excess := ranks.imbalance) is not None and (limit := limits.get("imbalance")) is not None:
         better = ranks.better_stage_layers
         remedy = f"try parallel.stage_layers: {list(better)}" if better else "no other split of the layers is better"
         text = (
@@ -161,8 +149,7 @@ def judged_over_ranks(mfu: float | None, ranks: MeshRecord, limits: Mapping[Rule
             f"\n  -> {remedy}"
         )
         found["imbalance"] = text if excess > limit else None
-    excess = ranks.slowest_excess
-    if excess is not None and (limit := limits.get("straggler")) is not None:
+    if (excess := ranks.slowest_excess) is not None and (limit := limits.get("straggler")) is not None:
         text = (
             f"rank {ranks.slowest_rank} does {excess:.0%} more own work than its peers for {RANK_STEPS} measured steps\n"
             "  -> look at its machine (clocks, other processes)"
@@ -172,47 +159,35 @@ def judged_over_ranks(mfu: float | None, ranks: MeshRecord, limits: Mapping[Rule
 
 
 class AlertWatch:
-    """Judges every record of a process.
+    """Judges every record of a process. A rule whose limit is missing or None is off.
 
-    Args:
-        limits: Rule -> threshold; a rule that is missing or None is off.
-        steps: Records in a row that must break a pipeline rule, and that must keep it before it may speak again.
-        device_fraction: As for `broken`.
+    `steps`: records in a row that must break a pipeline rule, and that must keep it before it may speak again.
     """
 
     def __init__(self, limits: Mapping[Rule, float | None], steps: int, device_fraction: float):
         self._limits: dict[Rule, float] = {rule: limit for rule, limit in limits.items() if limit is not None}
         self._steps, self._device_fraction = steps, device_fraction
         self._speeds: deque[float] = deque(maxlen=MEDIAN_STEPS)
-        self._broken: Counter[Rule] = Counter()
-        self._kept: Counter[Rule] = Counter()
-        """Records in a row that broke, and that kept, a rule."""
+        self._broken: Counter[Rule] = Counter()  # records in a row that broke a rule
+        self._kept: Counter[Rule] = Counter()  # and that kept it
         self._said: set[Rule] = set()
         self._seen = 0
 
     def check(self, record: StepRecord, ranks: MeshRecord | None = None) -> list[Alert]:
-        """The alerts that this record completes.
-
-        Args:
-            record: The step; one that was skipped is not judged.
-            ranks: The same step over all ranks, where there are several.
-        """
+        """The alerts that this record completes; `ranks`: the same step over all ranks. A skipped step is not judged."""
         if record.skipped is not None or record.step_s <= 0:
             return []
-        judged = self._pipeline_rules(record)
+        judged: dict[Rule, str | None] = {}
+        self._seen += 1
+        if self._seen > WARM_UP:
+            usual = statistics.median(self._speeds) if len(self._speeds) >= LEAST_MEDIAN_STEPS else None
+            found = broken(record, self._limits, self._device_fraction, usual)
+            if "speed" not in found:  # a slow stretch must not become the usual speed
+                self._speeds.append(record.processed_tokens_per_s)
+            judged = {rule: found.get(rule) for rule in PIPELINE_RULES if rule in self._limits}
         if ranks is not None:
             judged |= judged_over_ranks(None if ranks.sampled else record.mfu, ranks, self._limits)
         return [Alert(rule, text) for rule, text in judged.items() if self._speaks(rule, text) and text is not None]
-
-    def _pipeline_rules(self, record: StepRecord) -> dict[Rule, str | None]:
-        self._seen += 1
-        if self._seen <= WARM_UP:
-            return {}
-        usual = statistics.median(self._speeds) if len(self._speeds) >= LEAST_MEDIAN_STEPS else None
-        found = broken(record, self._limits, self._device_fraction, usual)
-        if "speed" not in found:  # a slow stretch must not become the usual speed
-            self._speeds.append(record.processed_tokens_per_s)
-        return {rule: found.get(rule) for rule in PIPELINE_RULES if rule in self._limits}
 
     def _speaks(self, rule: Rule, text: str | None) -> bool:
         """Count a record for a rule; whether the rule speaks now."""

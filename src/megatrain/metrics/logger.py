@@ -36,7 +36,7 @@ from rich.progress import (
 
 from megatrain.errors import writing
 from megatrain.metrics.record import StepRecord, write_whole
-from megatrain.units import counted
+from megatrain.units import counted, number_text
 
 LINE_EVERY_S = 10.0
 """On a terminal: shortest time between the lines of two steps."""
@@ -48,23 +48,19 @@ class RunLogger:
     """A context manager; while it is open, it receives what the library logs.
 
     Lines before `open_folder` are kept and written to `log.txt` when it opens: a run's folder is created only after the checks,
-    whose lines belong in its log.
-
-    Args:
-        console: By default standard output.
-        quiet: Print and write nothing, on ranks that do not report.
+    whose lines belong in its log. A `quiet` logger, of a rank that does not report, prints and writes nothing.
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False):
         self._console = console or Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
         self._quiet = quiet
         self._file: RawIOBase | None = None  # unbuffered: a line that the disk refuses is lost, later ones are not
-        self._refused = False  # the disk has refused a line, and the user knows
+        self._refused = False  # the disk has refused a line, and the user knows it
         self._waiting: list[str] = []
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
         self._pace_s: float | None = None  # moving average of a step's wall time
         self._bar: _Live | None = None  # from `begin` on, on a terminal
-        self._beside_bar = ""  # the text there between two states
+        self._beside_bar = ""  # the text beside it between two states
         self._next_line_s = 0.0
         self._work: _Live | None = None  # during long work before the bar, on a terminal
         self._next_progress_s = time.monotonic() + LINE_EVERY_S
@@ -87,20 +83,16 @@ class RunLogger:
             self._bar[0].stop()
             self._bar = None
         logging.captureWarnings(False)
-        for logger, handler in self._handlers:
+        while self._handlers:
+            logger, handler = self._handlers.pop()
             logger.removeHandler(handler)
-        self._handlers.clear()
         logging.getLogger("megatrain").setLevel(self._level)
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def open_folder(self, folder: Path) -> None:
-        """Open `log.txt` in the run's folder; new lines are appended.
-
-        Raises:
-            WriteFailed: The system refuses to open it.
-        """
+        """Open `log.txt` in the run's folder, to append lines; WriteFailed if the system refuses."""
         assert self._file is None, f"log.txt is already open in another folder than {folder}"
         if self._quiet:
             return
@@ -110,11 +102,9 @@ class RunLogger:
         self._waiting.clear()
 
     def info(self, text: str) -> None:
-        """Log a line."""
         self.print(text, logging.INFO)
 
     def warning(self, text: str) -> None:
-        """Log a warning."""
         self.print(f"warning: {text}", logging.WARNING)
 
     def to_file(self, text: str, error: BaseException | None = None) -> None:
@@ -148,7 +138,7 @@ class RunLogger:
                 self._console.print(text, style=_STYLES[logging.WARNING])
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a rich renderable, on the console only."""
+        """Print on the console only."""
         self._console.print(renderable)
 
     @property
@@ -160,26 +150,22 @@ class RunLogger:
         """`character` if the console's encoding has it, else `instead`."""
         try:
             character.encode(self._console.encoding)
+            return character
         except UnicodeEncodeError:
             return instead
-        return character
-
-    # ---------------------------------------------------------------- progress, states, steps
 
     def progress(self, text: str, share: float) -> None:
         """Show the progress of long work, 0 to 1: a bar on a terminal, else a line every `LINE_EVERY_S`."""
         if not self._console.is_terminal or self._console.is_dumb_terminal:
             if time.monotonic() >= self._next_progress_s:
                 self._next_progress_s = time.monotonic() + LINE_EVERY_S
-                self.print(text, logging.INFO)
-            return
-        if self._bar is not None:  # a terminal has room for one live bar
+                self.info(text)
+        elif self._bar is not None:  # a terminal has room for one live bar
             self._bar[0].update(self._bar[1], description=text)
-            return
-        if self._work is None:
-            self._work = self._live(TextColumn("{task.description}", markup=False), TimeRemainingColumn(), total=1.0)
-        bar, task = self._work
-        bar.update(task, completed=share, description=text)
+        else:
+            if self._work is None:
+                self._work = self._live(_beside(), TimeRemainingColumn(), total=1.0)
+            self._work[0].update(self._work[1], completed=share, description=text)
 
     def _live(self, *columns: ProgressColumn, total: float) -> _Live:
         progress = Progress(BarColumn(), *columns, console=self._console, transient=True, refresh_per_second=4)
@@ -217,12 +203,9 @@ class RunLogger:
 
     @contextmanager
     def state(self, word: str, line: str | None = None, *, shown: bool = False) -> Iterator[None]:
-        """A state of the run other than steps: a word beside the bar, or without a bar a line at its beginning.
+        """A state of the run other than steps: a word (`validating`) beside the bar, or without a bar a line at its beginning.
 
-        Args:
-            word: `validating`.
-            line: The line, also in log.txt; None: the word.
-            shown: Print the line above a bar, too.
+        The line (by default the word) is also in log.txt; `shown` prints it above a bar, too.
         """
         self.print(line or word, logging.INFO, to_console=shown or self._bar is None)
         self._write_beside_bar(word)
@@ -239,11 +222,12 @@ class RunLogger:
         self._beside_bar = text
         if self._bar is None:
             self._end_work()
-            self._bar = self._live(
-                MofNCompleteColumn(), TextColumn("{task.description}", markup=False), total=total_steps
-            )
-        progress, task = self._bar
-        progress.update(task, completed=step, description=text)
+            self._bar = self._live(MofNCompleteColumn(), _beside(), total=total_steps)
+        self._bar[0].update(self._bar[1], completed=step, description=text)
+
+
+def _beside() -> TextColumn:
+    return TextColumn("{task.description}", markup=False)
 
 
 class _Handler(logging.Handler):
@@ -256,8 +240,7 @@ class _Handler(logging.Handler):
         if own != self._to_console:
             return  # the record also reaches the other handler, which prints it
         text = self.format(record)
-        share = getattr(record, "share", None)
-        if own and isinstance(share, float):
+        if own and isinstance(share := getattr(record, "share", None), float):
             self._logger.progress(text, share)
             return
         if record.levelno >= logging.WARNING:
@@ -275,8 +258,8 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     split = ", ".join(f"{name} {part_s:.2f}" for name, part_s in split_s.items() if part_s >= 0.005)
     parts = [
         f"step {record.step:>{width}}/{total_steps}",
-        f"loss {_number(record.loss, '.4f')}",
-        f"norm {_number(record.grad_norm, '.3g')}",
+        f"loss {number_text(record.loss, '.4f')}",
+        f"norm {number_text(record.grad_norm, '.3g')}",
         f"lr {record.learning_rate:.2e}",
         f"{_thousands(record.processed_tokens_per_s)} tok/s ({_thousands(record.trained_tokens_per_s)} trained)",
         *([f"MFU {record.mfu:.1%}"] if record.mfu is not None else []),
@@ -285,9 +268,8 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     ]
     if "bubble" in record.mesh:
         simulated = record.mesh.get("bubble_simulated")
-        parts.append(
-            f"bubble {record.mesh['bubble']:.2f}" + (f" ({simulated:.2f} simulated)" if simulated is not None else "")
-        )
+        beside = f" ({simulated:.2f} simulated)" if simulated is not None else ""
+        parts.append(f"bubble {record.mesh['bubble']:.2f}{beside}")
     if record.skipped:
         parts.append(f"SKIPPED: {record.skipped}")
     return "  ".join(parts)
@@ -296,11 +278,7 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
 def bar_text(record: StepRecord, left_s: float) -> str:
     """The text beside the bar: `loss 2.3456  10.3k tok/s  ETA 0:14:58`"""
     speed = _thousands(record.processed_tokens_per_s)
-    return f"loss {_number(record.loss, '.4f')}  {speed} tok/s  ETA {timedelta(seconds=round(left_s))}"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)
+    return f"loss {number_text(record.loss, '.4f')}  {speed} tok/s  ETA {timedelta(seconds=round(left_s))}"
 
 
 def _thousands(value: float) -> str:

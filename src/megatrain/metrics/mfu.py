@@ -25,24 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Computes the MFU of steps; see [Note: MFU].
-
-    Attributes:
-        shape: The model.
-        peak_tflops: Measured matrix peak of all GPUs of the run together [TFLOP/s].
-    """
+    """Computes the MFU of steps; see [Note: MFU]. `document_tokens`: (D,) tokens of each document of a step, without padding."""
 
     shape: ModelShape
-    peak_tflops: float
+    peak_tflops: float  # measured matrix peak of all GPUs of the run together [TFLOP/s]
 
     def mfu(self, document_tokens: np.ndarray, trained_tokens: int, seconds: float) -> float:
-        """MFU of a step, 0 to 1.
-
-        Args:
-            document_tokens: (D,) tokens of each document of the step, padding excluded.
-            trained_tokens: Target tokens.
-            seconds: Wall time.
-        """
+        """MFU of a step, 0 to 1."""
         return self.flops(document_tokens, trained_tokens) / (seconds * self.peak_tflops * 1e12)
 
     def flops(self, document_tokens: np.ndarray, trained_tokens: int) -> float:

@@ -8,7 +8,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ import numpy as np
 
 from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord, read_records
+from megatrain.units import number_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,6 @@ class LossPlot:
         self._next_s = time.monotonic() + interval_s
 
     def update(self, records: Sequence[StepRecord]) -> None:
-        """Draw if the last picture is old enough."""
         if time.monotonic() >= self._next_s:
             self.draw(records)
 
@@ -94,13 +93,9 @@ def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
     speed.plot(*points(trained, lambda record: record.trained_tokens_per_s), linewidth=1, label="trained")
     speed.set_ylim(bottom=0)
     speed.legend()
-    titles = ("loss [nats per token]", "learning rate", "gradient norm before clipping", "tokens/s")
-    for axes, name in zip((loss, rate, norm, speed), titles, strict=True):
-        axes.set_title(name)
-        axes.set_xlabel("step")
+    _label(figure, "step", "loss [nats per token]", "learning rate", "gradient norm before clipping", "tokens/s")
+    for axes in (loss, rate, norm, speed):
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-
     temporary = path.with_name(path.name + ".new")
     figure.savefig(temporary, format="png", dpi=100)
     temporary.replace(path)
@@ -117,13 +112,19 @@ def _panels(inches: tuple[float, float]) -> tuple[Figure, Any]:
     return figure, figure.subplots(2, 2).flat
 
 
+def _label(figure: Figure, x: str, *titles: str) -> None:
+    for axes, title in zip(figure.axes, titles, strict=True):
+        axes.set_title(title)
+        axes.set_xlabel(x)
+        axes.grid(alpha=0.3)
+
+
 def points(records: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values, without those that are None; averaged in equal bins beyond `MOST_POINTS`."""
     pairs = [(record.step, found) for record in records if (found := value(record)) is not None]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     if len(table) > MOST_POINTS:
-        bins = np.array_split(table, MOST_POINTS)
-        table = np.stack([part.mean(axis=0) for part in bins])
+        table = np.stack([part.mean(axis=0) for part in np.array_split(table, MOST_POINTS)])
     return table[:, 0], table[:, 1]
 
 
@@ -140,30 +141,20 @@ def smooth(values: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- several runs
 
 
-@dataclass(frozen=True)
-class RunHistory:
-    """A run to be plotted."""
-
-    name: str
-    folder: Path
-    records: Sequence[StepRecord]
+_Runs = Sequence[tuple[str, Sequence[StepRecord]]]
+"""Names and records of runs."""
 
 
 def plot_runs(runs: Sequence[Path], out: Path, axis: Axis = "step") -> tuple[Path, Path]:
-    """Draw runs on top of each other.
-
-    Args:
-        runs: Run folders, or metrics.jsonl files.
-        out: Path of the files to write, without suffix.
-        axis: The x axis.
-
-    Returns:
-        Paths of the PNG and the HTML file.
+    """Draw runs (their folders, or metrics.jsonl files) on top of each other into `out`.png and `out`.html, and return these.
 
     Raises:
         UserError: A run has no metrics, or a file cannot be written.
     """
-    histories = _with_unique_names([read_run(run) for run in runs])
+    files = [_metrics_of(run) for run in runs]
+    names = [file.parent.name for file in files]  # runs that share a folder name are named by their paths
+    unique = [name if names.count(name) == 1 else str(f.parent) for name, f in zip(names, files, strict=True)]
+    histories = [(name, _records(file)) for name, file in zip(unique, files, strict=True)]
     figure = _figure(histories, axis)
     png, page = out.with_name(out.name + ".png"), out.with_name(out.name + ".html")
     try:
@@ -175,50 +166,36 @@ def plot_runs(runs: Sequence[Path], out: Path, axis: Axis = "step") -> tuple[Pat
     return png, page
 
 
-def read_run(path: Path) -> RunHistory:
-    """Read a run from its folder or its metrics.jsonl.
-
-    Raises:
-        UserError: The file is missing or empty.
-    """
+def _metrics_of(path: Path) -> Path:
     file = path / "metrics.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        what = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
-        raise UserError(what, str(path), "give the folder of a run (run.dir)")
-    if file.suffix != ".jsonl":
-        raise UserError(
-            "is neither a run's folder nor its metrics.jsonl", str(path), "give the folder of a run (run.dir)"
-        )
-    records = read_records(file)
-    if not records:
-        raise UserError("holds no step yet", str(file), "wait for the run's first step")
-    return RunHistory(file.parent.name, file.parent, records)
+    if file.is_file() and file.suffix == ".jsonl":
+        return file
+    missing = "holds no metrics.jsonl" if path.is_dir() else "does not exist"
+    what = "is neither a run's folder nor its metrics.jsonl" if file.is_file() else missing
+    raise UserError(what, str(path), "give the folder of a run (run.dir)")
+
+
+def _records(file: Path) -> list[StepRecord]:
+    if records := read_records(file):
+        return records
+    raise UserError("holds no step yet", str(file), "wait for the run's first step")
 
 
 def x_values(records: Sequence[StepRecord], axis: Axis) -> dict[int, float]:
     """Step number -> x coordinate."""
-    if axis == "tokens":
-        reached = accumulate(record.processed_tokens / 1e6 for record in records)
-    elif axis == "hours":
-        reached = accumulate(record.step_s / 3600 for record in records)
-    else:
-        reached = (float(record.step) for record in records)
-    return {record.step: x for record, x in zip(records, reached, strict=True)}
+    reached = {
+        "step": (float(record.step) for record in records),
+        "tokens": accumulate(record.processed_tokens / 1e6 for record in records),
+        "hours": accumulate(record.step_s / 3600 for record in records),
+    }
+    return {record.step: x for record, x in zip(records, reached[axis], strict=True)}
 
 
-def _with_unique_names(runs: Sequence[RunHistory]) -> list[RunHistory]:
-    """Runs that share a folder name are named by their paths."""
-    names = [run.name for run in runs]
-    return [
-        RunHistory(run.name if names.count(run.name) == 1 else str(run.folder), run.folder, run.records) for run in runs
-    ]
-
-
-def _figure(runs: Sequence[RunHistory], axis: Axis) -> Figure:
+def _figure(runs: _Runs, axis: Axis) -> Figure:
     figure, (loss, val, norm, speed) = _panels((12, 8))
-    for number, run in enumerate(runs):
-        colour, x_of = _colour(number), x_values(run.records, axis)
-        trained = [record for record in run.records if record.step > 0]
+    for number, (name, all_records) in enumerate(runs):
+        colour, x_of = f"C{number}", x_values(all_records, axis)
+        trained = [record for record in all_records if record.step > 0]
 
         def line(
             value: Callable[[StepRecord], float | None], records: Sequence[StepRecord], x_of: dict[int, float] = x_of
@@ -230,42 +207,34 @@ def _figure(runs: Sequence[RunHistory], axis: Axis) -> Figure:
         if len(x) > _SMOOTH_FROM:
             loss.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
             y = smooth(y)
-        loss.plot(x, y, color=colour, label=run.name)
-        val.plot(*line(lambda record: record.val_loss, run.records), color=colour, marker="o", markersize=3)
+        loss.plot(x, y, color=colour, label=name)
+        val.plot(*line(lambda record: record.val_loss, all_records), color=colour, marker="o", markersize=3)
         norm.plot(*line(lambda record: record.grad_norm, trained), color=colour, linewidth=0.8)
         speed.plot(*line(lambda record: record.processed_tokens_per_s, trained), color=colour, linewidth=0.8)
-    for axes, title in (
-        (loss, "training loss [nats per token], smoothed"),
-        (val, "validation loss [nats per token]"),
-        (norm, "gradient norm before clipping"),
-        (speed, "processed tokens/s"),
-    ):
-        axes.set_title(title)
-        axes.set_xlabel(AXES[axis])
-        axes.grid(alpha=0.3)
+    titles = ("training loss [nats per token], smoothed", "validation loss [nats per token]")
+    _label(figure, AXES[axis], *titles, "gradient norm before clipping", "processed tokens/s")
     speed.set_ylim(bottom=0)
     loss.legend()
     return figure
 
 
-def _colour(number: int) -> str:
-    return f"C{number % 10}"
-
-
-def _page(runs: Sequence[RunHistory], figure: Figure) -> str:
+def _page(runs: _Runs, figure: Figure) -> str:
     from matplotlib.colors import to_hex
 
     names = ("run", "steps", "first loss", "last loss", "validation", "lowest validation", "tokens/s", "skipped")
     rows = []
-    for number, run in enumerate(runs):
-        dot = f'<span class="dot" style="background:{to_hex(_colour(number))}"></span>'
-        cells = [f"{dot}{html.escape(run.name)}", *map(html.escape, _summary(run.records))]
+    for number, (name, records) in enumerate(runs):
+        dot = f'<span class="dot" style="background:{to_hex(f"C{number}")}"></span>'
+        cells = [f"{dot}{html.escape(name)}", *map(html.escape, _summary(records))]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg")
+    element = svg.getvalue()[svg.getvalue().index("<svg") :]  # without the XML header; below without links
     return _PAGE.format(
-        title=html.escape(", ".join(run.name for run in runs)),
+        title=html.escape(", ".join(name for name, _ in runs)),
         head="".join(f"<th>{name}</th>" for name in names),
         rows="\n".join(rows),
-        svg=_svg(figure),
+        svg=re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL),
     )
 
 
@@ -277,23 +246,10 @@ def _summary(records: Sequence[StepRecord]) -> list[str]:
     tokens = sum(record.processed_tokens for record in trained)
     return [
         f"{records[-1].step:,}",
-        _four(losses[0] if losses else None),
-        _four(losses[-1] if losses else None),
-        _four(val[-1] if val else None),
-        _four(min(val) if val else None),
-        f"{tokens / seconds:,.0f}" if seconds else "n/a",
+        number_text(losses[0] if losses else None, ".4f"),
+        number_text(losses[-1] if losses else None, ".4f"),
+        number_text(val[-1] if val else None, ".4f"),
+        number_text(min(val, default=None), ".4f"),
+        number_text(tokens / seconds if seconds else None, ",.0f"),
         f"{records[-1].skipped_steps:,}",
     ]
-
-
-def _four(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4f}"
-
-
-def _svg(figure: Figure) -> str:
-    """The picture as an HTML element: without the XML header and without metadata links."""
-    out = io.StringIO()
-    figure.savefig(out, format="svg")
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

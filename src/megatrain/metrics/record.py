@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -32,75 +32,46 @@ from megatrain.metrics.spans import Span, common, gaps, length, union
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Copies in one direction.
-
-    Attributes:
-        bytes, copies: Bytes copied, in this many copies.
-        busy_s: Seconds spent copying.
-        gbps: 1e9 bytes per second while copying.
-        share: `gbps` over the link's measured rate; None if that is unknown.
-    """
+    """Copies in one direction."""
 
     bytes: int
-    busy_s: float
-    gbps: float
-    share: float | None = None
+    busy_s: float  # spent copying
+    gbps: float  # 1e9 bytes per second while copying
+    share: float | None = None  # of the link's measured rate; None: unknown
     copies: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRecord:
-    """Where a step's time went; see the notes above. None: the machine or the step has no such figure.
+    """Where a step's time went; see the notes above. None: the machine or the step has no such figure."""
 
-    Attributes:
-        computed_s: Device busy, from the step's first launch to its end, waits excluded.
-        waited_s: Device idle, by what it waited for (`spans.Wait`). A weight copy that could not start before the unit's update
-            had ended counts as a wait for the optimizer.
-        h2d, d2h: Copies to and from the device.
-        overlap: Share of the copying time hidden behind device work.
-        slot_switch_s: Median wait of compute between one layer's weights and the next.
-        slabs: Gradient slabs available to layers; 0 where gradients need none.
-        slabs_in_use: Most slabs in use at once.
-        slab_waits: How often no slab was free.
-        adamw_params_per_s: Update rate of the host threads while they were updating.
-        adamw_gbps: Host memory traffic of those updates, reads and writes [1e9 bytes/s].
-        adamw_share: `adamw_gbps` over the host memory's measured bandwidth.
-        gpu_utilisation: Share of the last second in which a kernel ran (NVML).
-        device_used_bytes: In use on the whole device, by all processes (NVML).
-        device_reserved_bytes: Reserved by this process's allocator.
-        device_total_bytes: Memory of the device.
-        host_pinned_bytes: Pinned host memory.
-        policy: Shape of the step, placement and activation policies, in words.
-        ladder: Changes made after running out of device memory, as config lines.
-    """
-
-    computed_s: float
+    computed_s: float  # device busy, from the step's first launch to its end, waits excluded
+    # Device idle, by what it waited for (`spans.Wait`). A weight copy that could not start before the unit's update had ended
+    # counts as a wait for the optimizer.
     waited_s: dict[str, float] = field(default_factory=dict)
-    h2d: Link | None = None
-    d2h: Link | None = None
-    overlap: float | None = None
-    slot_switch_s: float | None = None
-    slabs: int = 0
-    slabs_in_use: int = 0
-    slab_waits: int = 0
-    adamw_params_per_s: float | None = None
-    adamw_gbps: float | None = None
-    adamw_share: float | None = None
-    gpu_utilisation: float | None = None
-    device_used_bytes: int | None = None
-    device_reserved_bytes: int | None = None
+    h2d: Link | None = None  # copies to the device
+    d2h: Link | None = None  # and from it
+    overlap: float | None = None  # share of the copying time hidden behind device work
+    slot_switch_s: float | None = None  # median wait of compute between one layer's weights and the next
+    slabs: int = 0  # gradient slabs available to layers; 0 where gradients need none
+    slabs_in_use: int = 0  # most slabs in use at once
+    slab_waits: int = 0  # how often no slab was free
+    adamw_params_per_s: float | None = None  # update rate of the host threads while they were updating
+    adamw_gbps: float | None = None  # host memory traffic of those updates, reads and writes [1e9 bytes/s]
+    adamw_share: float | None = None  # adamw_gbps over the host memory's measured bandwidth
+    gpu_utilisation: float | None = None  # share of the last second in which a kernel ran (NVML)
+    device_used_bytes: int | None = None  # in use on the whole device, by all processes (NVML)
+    device_reserved_bytes: int | None = None  # reserved by this process's allocator
     device_total_bytes: int | None = None
     host_pinned_bytes: int = 0
-    policy: str = ""
-    ladder: tuple[str, ...] = ()
+    policy: str = ""  # shape of the step, placement and activation policies, in words
+    ladder: tuple[str, ...] = ()  # changes made after running out of device memory, as config lines
 
 
 def pipeline_of(spans: Sequence[Span], *, adamw_bytes: float) -> PipelineRecord:
-    """The figures that follow from the spans that ended since the previous record.
+    """The figures that follow from the spans that ended since the previous record, with at least one `step` among them.
 
-    Args:
-        spans: With at least one `step` among them; the last one counts.
-        adamw_bytes: Host memory that AdamW reads and writes per parameter.
+    `adamw_bytes`: host memory that AdamW reads and writes per parameter.
     """
     step = [span for span in spans if span.row == "step"][-1]
     waits = [span for span in spans if span.row == "wait" and span.start_s >= step.start_s]
@@ -116,16 +87,16 @@ def pipeline_of(spans: Sequence[Span], *, adamw_bytes: float) -> PipelineRecord:
         waited[name] = waited.get(name, 0.0) + span.seconds
         before = span.name
     working = gaps((step.start_s, step.end_s), union((s.start_s, s.end_s) for s in waits))
-    copies = union((span.start_s, span.end_s) for span in spans if span.row in ("h2d", "d2h"))
-    updates = [span for span in spans if span.row == "adamw"]
+    h2d, d2h, updates = ([span for span in spans if span.row == row] for row in ("h2d", "d2h", "adamw"))
+    copies = union((span.start_s, span.end_s) for span in (*h2d, *d2h))
     busy = length(union((span.start_s, span.end_s) for span in updates))
     rate = sum(span.size for span in updates) / busy if busy > 0 else None
     copying = length(copies)
     return PipelineRecord(
         computed_s=length(working),
         waited_s=waited,
-        h2d=_link([span for span in spans if span.row == "h2d"]),
-        d2h=_link([span for span in spans if span.row == "d2h"]),
+        h2d=_link(h2d),
+        d2h=_link(d2h),
         overlap=common(copies, working) / copying if copying > 0 else None,
         slot_switch_s=statistics.median(switches) if switches else None,
         adamw_params_per_s=rate,
@@ -154,49 +125,32 @@ def with_shares(
 
 
 def pipeline_from(plain: dict[str, Any]) -> PipelineRecord:
-    """A record from its JSON. Unknown names, of a newer version, are dropped.
-
-    Raises:
-        TypeError: It is not a record.
-    """
+    """A record from its JSON; TypeError if it is none. Unknown names, of a newer version, are dropped."""
     known = {name: value for name, value in plain.items() if name in PipelineRecord.__dataclass_fields__}
     for name in ("h2d", "d2h"):
         link = known.get(name)
         if isinstance(link, dict):
             known[name] = Link(**{key: link[key] for key in Link.__dataclass_fields__ if key in link})
-    if "ladder" in known:
-        known["ladder"] = tuple(known["ladder"])
-    return PipelineRecord(**known)
+    return PipelineRecord(**{**known, "ladder": tuple(known.get("ladder", ()))})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshRecord:
-    """A step over all ranks of the mesh engine. None: unknown for this step.
+    """A step over all ranks of the mesh engine. None: unknown for this step."""
 
-    Attributes:
-        bubble, bubble_simulated: See [Note: bubble] in engine/mesh/pipeline_schedule.py; None without a pipeline.
-        stage_busy_s: Mean over the ranks of each pipeline stage.
-        imbalance: Largest of `stage_busy_s` over their mean, minus one.
-        stage_peak_bytes: Largest over the ranks of each pipeline stage.
-        exposed_collectives_s, exposed_messages_s: Mean over the ranks.
-        slowest_rank: The rank with the most own work compared with its peers.
-        slowest_excess: Its work over the median of its peers', minus one.
-        sampled: Whether the step was profiled, which makes it slow. Not recorded.
-        stage_layers, better_stage_layers: Layers of each stage, and a split that would be more even. Not recorded.
-    """
-
-    bubble: float | None = None
+    bubble: float | None = None  # [Note: bubble] in engine/mesh/pipeline_schedule.py; None without a pipeline
     bubble_simulated: float | None = None
-    stage_busy_s: tuple[float, ...] = ()
-    imbalance: float | None = None
-    stage_peak_bytes: tuple[int, ...] = ()
-    exposed_collectives_s: float | None = None
-    exposed_messages_s: float | None = None
-    slowest_rank: int | None = None
-    slowest_excess: float | None = None
-    sampled: bool = False
+    stage_busy_s: tuple[float, ...] = ()  # mean over the ranks of each pipeline stage
+    imbalance: float | None = None  # largest of stage_busy_s over their mean, minus one
+    stage_peak_bytes: tuple[int, ...] = ()  # largest over the ranks of each pipeline stage
+    exposed_collectives_s: float | None = None  # mean over the ranks
+    exposed_messages_s: float | None = None  # mean over the ranks
+    slowest_rank: int | None = None  # the rank with the most own work compared with its peers
+    slowest_excess: float | None = None  # its work over the median of its peers', minus one
+    # not recorded:
+    sampled: bool = False  # whether the step was profiled, which makes it slow
     stage_layers: tuple[int, ...] = ()
-    better_stage_layers: tuple[int, ...] | None = None
+    better_stage_layers: tuple[int, ...] | None = None  # a split that would be more even
 
     def plain(self, mfu: float | None) -> dict[str, Any]:
         """The figures as `metrics.jsonl` holds them, with the step's MFU."""
@@ -239,15 +193,9 @@ class StepRecord:
     mesh: dict[str, Any] = field(default_factory=dict)  # engine: mesh: figures over all ranks, by name
 
 
-_KNOWN = frozenset(item.name for item in fields(StepRecord))
-
-
 def read_records(path: Path) -> list[StepRecord]:
-    """All records of a `metrics.jsonl`, in file order. A truncated last line is dropped: its step is computed again.
-
-    Raises:
-        UserError: A line in the middle is damaged.
-    """
+    """All records of a `metrics.jsonl`, in file order. A truncated last line is dropped, as its step is computed again; a
+    damaged line before it is a UserError."""
     if not path.exists():
         return []
     *whole, tail = path.read_bytes().split(b"\n")
@@ -261,14 +209,10 @@ def read_records(path: Path) -> list[StepRecord]:
 
 
 def parse_record(line: bytes, path: Path, number: int) -> StepRecord:
-    """One line of the file; `path` and `number` are for the error.
-
-    Raises:
-        UserError: The line is damaged.
-    """
+    """The record in one line of the file. Raises UserError, with `path` and line `number`, if it is damaged."""
     try:
         # unknown names are dropped: a file of a newer version stays readable
-        plain = {name: value for name, value in orjson.loads(line).items() if name in _KNOWN}
+        plain = {name: value for name, value in orjson.loads(line).items() if name in StepRecord.__dataclass_fields__}
         if plain.get("pipeline") is not None:
             plain["pipeline"] = pipeline_from(plain["pipeline"])
         return StepRecord(**plain)
@@ -277,12 +221,7 @@ def parse_record(line: bytes, path: Path, number: int) -> StepRecord:
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl`; each line is handed to the operating system at once.
-
-    Attributes:
-        history: The records of earlier processes of this run that the file keeps.
-        dropped: Number of records removed because their steps will be computed again.
-    """
+    """Appends records to `metrics.jsonl`; each line is handed to the operating system at once."""
 
     def __init__(self, path: Path, resume_step: int = 0):
         """Open the file and atomically remove the records of steps after `resume_step`.
@@ -292,6 +231,7 @@ class MetricsWriter:
             WriteFailed: The system refuses a write.
         """
         found = read_records(path)
+        # the records of earlier processes that the file keeps; the steps of the others will be computed again
         self.history = [record for record in found if record.step <= resume_step] if resume_step else []
         self.dropped = len(found) - len(self.history)
         self._path, temporary = path, path.with_name(path.name + ".new")
@@ -304,11 +244,7 @@ class MetricsWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: StepRecord) -> None:
-        """Append a record.
-
-        Raises:
-            WriteFailed: The system refuses it. A line cut off at the file's end is dropped by readers and by the next process.
-        """
+        """Append a record. If the system refuses it (WriteFailed), readers and the next process drop a line that is cut off."""
         with writing(self._path):
             write_whole(self._file, _line(record))
 
@@ -331,11 +267,7 @@ def write_whole(file: RawIOBase, data: bytes) -> None:
 
 def _line(record: StepRecord) -> bytes:
     plain = asdict(record)
-    if plain["pipeline"] is not None:  # figures that a machine or a step does not have are left out
-        plain["pipeline"] = _without_none(plain["pipeline"])
+    if record.pipeline is not None:  # figures that a machine or a step does not have are left out
+        known = asdict(record.pipeline, dict_factory=lambda pairs: {name: v for name, v in pairs if v is not None})
+        plain["pipeline"] = known
     return orjson.dumps(plain) + b"\n"
-
-
-def _without_none(plain: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in plain.items() if value is not None}
-    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in kept.items()}

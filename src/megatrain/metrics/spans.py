@@ -33,13 +33,9 @@ Interval = tuple[float, float]
 """(start, end) in seconds."""
 
 TRACE_ROWS = {
-    "compute": ("step", "compute", "wait"),
-    "H2D": ("h2d",),
-    "D2H": ("d2h",),
-    "AdamW": ("adamw", "add", "norm"),
-    "data": ("data",),
-    "checkpoint": ("checkpoint",),
-}
+    "compute": ("step", "compute", "wait"), "H2D": ("h2d",), "D2H": ("d2h",),
+    "AdamW": ("adamw", "add", "norm"), "data": ("data",), "checkpoint": ("checkpoint",),
+}  # fmt: skip
 """Rows of a trace from top to bottom -> rows of the spans in each."""
 ERROR_S = 20e-6
 """Measurement error of a device time, in steps of a minute or less."""
@@ -50,8 +46,6 @@ _COLOURS = {
 
 
 class Span(NamedTuple):
-    """One entry of a row; see the table at the top of this file. Times in seconds."""
-
     row: Row
     name: str
     start_s: float
@@ -109,27 +103,22 @@ def common(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
 
 
 def chrome_trace(spans: Sequence[Span], title: str) -> dict[str, Any]:
-    """The spans as a trace; see [Note: trace file].
-
-    Args:
-        spans: At least one, in any order.
-        title: Name of the process in the viewer.
-    """
+    """The spans (at least one) as a trace whose process is called `title`; see [Note: trace file]."""
     origin = min(span.start_s for span in spans)
-    events: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
+    events = [_metadata("process_name", 0, name=title)]
     line = 0
     for name, rows in TRACE_ROWS.items():
         found = [span for span in spans if span.row in rows]
         for number, lane in enumerate([found] if name == "compute" else _lanes(found) or [[]]):
             line += 1
-            events.append(_metadata("thread_name", line, name if number == 0 else f"{name} {number + 1}"))
-            events.append({"ph": "M", "pid": 1, "tid": line, "name": "thread_sort_index", "args": {"sort_index": line}})
+            events.append(_metadata("thread_name", line, name=name if number == 0 else f"{name} {number + 1}"))
+            events.append(_metadata("thread_sort_index", line, sort_index=line))
             events += [_event(span, line, origin) for span in (_nested(lane) if name == "compute" else lane)]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _metadata(kind: str, line: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": 1, "tid": line, "name": kind, "args": {"name": name}}
+def _metadata(kind: str, line: int, **values: object) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": line, "name": kind, "args": values}
 
 
 def _event(span: Span, line: int, origin: float) -> dict[str, Any]:
@@ -174,11 +163,7 @@ def _nested(spans: Sequence[Span]) -> list[Span]:
 
 
 def draw_trace(trace: dict[str, Any], path: Path) -> None:
-    """Write a picture of a trace as PNG: its rows, its steps side by side, and a legend.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
+    """Write a picture of a trace as PNG: its rows, its steps side by side, and a legend; UserError if that fails."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -197,18 +182,16 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
                 bars.setdefault(place, []).append((event["ts"] / 1e6, max(event["dur"], 1.0) / 1e6))
         for (line, colour), pieces in bars.items():
             low, height = heights.get(category or "", (-0.35, 0.7))
-            edge = "white" if category == "compute" else _COLOURS[colour]  # a thin bar is nothing but its edge
-            drawn = axes.broken_barh(
-                pieces, (line + low, height), facecolors=_COLOURS[colour], edgecolor=edge, linewidth=0.4
-            )
+            face, at = _COLOURS[colour], (line + low, height)
+            edge = "white" if category == "compute" else face  # a thin bar is nothing but its edge
+            drawn = axes.broken_barh(pieces, at, facecolors=face, edgecolor=edge, linewidth=0.4)
             seen.setdefault(colour, drawn)
     axes.set_yticks(list(rows), list(rows.values()))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title)
-    axes.legend(
-        seen.values(), seen.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(seen), frameon=False
-    )
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    axes.legend(seen.values(), seen.keys(), **below, ncols=len(seen), frameon=False)
     try:
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:

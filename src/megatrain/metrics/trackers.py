@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from megatrain.metrics.record import StepRecord
 
@@ -30,22 +30,17 @@ _GROUPS = {
 _PIPELINE = ("computed_s", "overlap", "slot_switch_s", "adamw_params_per_s", "adamw_share", "gpu_utilisation")
 
 
-class Service(Protocol):
+class Service(NamedTuple):
     """The client of one tracker, used by one thread only."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
+    log: Callable[[Mapping[str, float], int], None]  # values, step
+    close: Callable[[], None]
 
 
 class Trackers:
-    """The trackers of a run. See [Note: a tracker may not stop a run].
+    """The trackers of a run, by keys of `SERVICES`. See [Note: a tracker may not stop a run].
 
-    Args:
-        names: Keys of `SERVICES`.
-        folder: The run's folder; its name is the run's name at the tracker.
-        project: The project at the tracker.
-        config: The run's config, as nested plain values.
-        warn: Takes warnings, from any thread.
+    At the tracker the run has the name of its folder; `warn` is called from any thread.
     """
 
     def __init__(
@@ -58,7 +53,8 @@ class Trackers:
         """Hand a step to all trackers. Does not wait for them."""
         values = numbers_of(record)
         for feed in self._feeds:
-            feed.put(values, record.step)
+            if feed.is_alive():  # else the queue of a failed tracker would grow for the rest of the run
+                feed.waiting.put((values, record.step))
 
     def __enter__(self) -> Trackers:
         return self
@@ -67,12 +63,12 @@ class Trackers:
         """Let the trackers finish, for at most `CLOSE_S`."""
         end = time.monotonic() + CLOSE_S
         for feed in self._feeds:
-            feed.end()
+            feed.waiting.put(None)
         for feed in self._feeds:
-            if not feed.wait(max(0.0, end - time.monotonic())):
-                self._warn(
-                    f"{feed.name} did not finish in time: its last steps may be missing (metrics.jsonl has them)"
-                )
+            feed.join(max(0.0, end - time.monotonic()))
+            if feed.is_alive():
+                missing = "its last steps may be missing (metrics.jsonl has them)"
+                self._warn(f"{feed.tracker} did not finish in time: {missing}")
 
 
 def numbers_of(record: StepRecord) -> dict[str, float]:
@@ -94,38 +90,24 @@ def numbers_of(record: StepRecord) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-class _Feed:
-    """The thread and the queue of one tracker."""
+class _Feed(threading.Thread):
+    """The thread and the queue of one tracker; None in the queue ends it."""
 
-    def __init__(self, name: str, connect: Callable[[], Service], warn: Callable[[str], None]):
-        self.name, self._connect, self._warn = name, connect, warn
-        self._waiting: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
-        self._gone = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
-        self._thread.start()
+    def __init__(self, tracker: str, connect: Callable[[], Service], warn: Callable[[str], None]):
+        super().__init__(name=f"tracker {tracker}", daemon=True)
+        self.tracker, self._connect, self._warn = tracker, connect, warn
+        self.waiting: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
+        self.start()
 
-    def put(self, values: dict[str, float], step: int) -> None:
-        if not self._gone.is_set():  # else the queue of a failed tracker would grow for the rest of the run
-            self._waiting.put((values, step))
-
-    def end(self) -> None:
-        self._waiting.put(None)
-
-    def wait(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             service = self._connect()
-            while (item := self._waiting.get()) is not None:
+            while (item := self.waiting.get()) is not None:
                 service.log(*item)
             service.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a tracker raises, the run continues
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self._warn(f"{self.name} stopped: {reason}; the run continues, metrics.jsonl has everything")
-        finally:
-            self._gone.set()
+            self._warn(f"{self.tracker} stopped: {reason}; the run continues, metrics.jsonl has everything")
 
 
 def _module(name: str, extra: str) -> Any:
@@ -135,35 +117,25 @@ def _module(name: str, extra: str) -> Any:
         raise ImportError(f"{error}: pip install 'megatrain[{extra}]'") from error
 
 
-class _TensorBoard:
+def _tensorboard(folder: Path, project: str, config: Mapping[str, Any]) -> Service:
     """Event files in `tensorboard/` of the run's folder; nothing is sent anywhere."""
+    make = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    writer = make(log_dir=str(folder / "tensorboard"))
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
-        writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._writer = writer(log_dir=str(folder / "tensorboard"))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+    return Service(log, writer.close)
 
 
-class _Wandb:
+def _wandb(folder: Path, project: str, config: Mapping[str, Any]) -> Service:
     """Never asks for a login: without a key it runs offline, in `wandb/` of the run's folder."""
-
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
-        wandb = _module("wandb", "wandb")
-        known = {"mode": "offline"} if not _wandb_knows_the_user(wandb) else {}
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config), **known)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    wandb = _module("wandb", "wandb")
+    known = {"mode": "offline"} if not _wandb_knows_the_user(wandb) else {}
+    run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config), **known)
+    return Service(lambda values, step: run.log(dict(values), step=step), run.finish)
 
 
 def _wandb_knows_the_user(wandb: Any) -> bool:
@@ -176,20 +148,12 @@ def _wandb_knows_the_user(wandb: Any) -> bool:
         return bool(wandb.api.api_key)
 
 
-class _Trackio:
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]):
-        self._trackio = _module("trackio", "trackio")
-        self._trackio.init(project=project, name=folder.name, config=dict(config))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+def _trackio(folder: Path, project: str, config: Mapping[str, Any]) -> Service:
+    trackio = _module("trackio", "trackio")
+    trackio.init(project=project, name=folder.name, config=dict(config))
+    return Service(lambda values, step: trackio.log(dict(values), step=step), trackio.finish)
 
 
 SERVICES: dict[str, Callable[[Path, str, Mapping[str, Any]], Service]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "trackio": _Trackio,
-}
+    "tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio,
+}  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from engines import host_engine
 from families import BY_NAME, batch, build
-from megatrain.commands.bench.work import QWEN25_7B
+from megatrain.commands.work import QWEN25_7B
 from megatrain.engine.host.engine import HostEngine
 from megatrain.machine.machine import load_machine
 from megatrain.models.build import load_model_config

@@ -45,44 +45,25 @@ QWEN3 = {  # hidden, intermediate, layers, heads, kv heads, tied
 }
 """17b, 18b and 20b are 14b with more layers; tiny is for trying the command out."""
 QWEN25_7B: dict[str, Any] = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 1 << 20,
-    "rope_theta": 1e6,
-}
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "tie_word_embeddings": False, "max_position_embeddings": 1 << 20, "rope_theta": 1e6,
+}  # fmt: skip
 CONFIGS = {"qwen2.5-7b": QWEN25_7B}
 
 
 def folder_of(shape: str, scratch: Path) -> Path:
-    """A folder with the shape's config.json: the given folder, or `scratch` for a name.
-
-    Raises:
-        UserError: The shape is neither a name nor a folder.
-    """
+    """A folder with the shape's config.json: the given folder, or `scratch` for a name; UserError if it is neither."""
     name = shape.lower()
     config = CONFIGS.get(name)
     if name in QWEN3:
         hidden, intermediate, layers, heads, kv_heads, tied = QWEN3[name]
         config = {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": 128 if hidden > 64 else 16,
-            "vocab_size": 151936 if hidden > 64 else 512,
-            "tie_word_embeddings": tied,
-            "max_position_embeddings": 1 << 20,
-        }
+            "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden,
+            "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": 128 if hidden > 64 else 16,
+            "vocab_size": 151936 if hidden > 64 else 512, "tie_word_embeddings": tied, "max_position_embeddings": 1 << 20,
+        }  # fmt: skip
     if config is not None:
         (scratch / "config.json").write_text(json.dumps(config))
         return scratch
@@ -122,11 +103,7 @@ class Work:
         return probe(self.device) if self.on_gpu else None
 
     def planned(self, model: ModelShape, machine: Machine | None) -> Plan | None:
-        """The plan, or None without a GPU to plan for.
-
-        Raises:
-            PlanRefused: The step does not fit.
-        """
+        """The plan, or None without a GPU to plan for; PlanRefused if the step does not fit."""
         if machine is None or machine.device_gib <= 0:
             return None
         fraction = self.device_fraction
@@ -141,27 +118,27 @@ class Work:
     def followed(self, made: Plan | None) -> ExecutionPlan:
         """The plan that the engine follows: limits and overrides applied."""
         plan = replace(made.execution if made else ExecutionPlan(), **self.overrides)
-        return replace(
-            plan,
-            device_gib=plan.device_gib or (self.device_gib if self.on_gpu else None),
-            host_gib=plan.host_gib or self.host_gib,
-        )
+        device_gib = plan.device_gib or (self.device_gib if self.on_gpu else None)
+        return replace(plan, device_gib=device_gib, host_gib=plan.host_gib or self.host_gib)
 
     def engine(self, folder: Path, plan: ExecutionPlan, init: Literal["random", "empty"] = "random") -> HostEngine:
         optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if plan.gradient_plane else None)
         return HostEngine(folder, plan, device=self.device, optim=optim, verify="never", init=init)
 
 
+def planned(work: Work, scratch: Path) -> tuple[Path, Structure, ModelShape, Machine | None, Plan | None]:
+    """The folder of a step's shape, its structure, the machine, and the plan. `scratch`: see `folder_of`."""
+    folder = folder_of(work.shape, scratch)
+    structure, machine = structure_of(folder, torch.bfloat16), work.machine()
+    model = shape_of_structure(structure, work.shape, token_wise(structure.model.config))  # type: ignore[arg-type]
+    return folder, structure, model, machine, work.planned(model, machine)
+
+
 @contextlib.contextmanager
 def engine_for(work: Work, init: Literal["random", "empty"] = "random") -> Iterator[HostEngine]:
     """The engine that `bench` measures. `empty` leaves the weights to a checkpoint that is loaded next."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder, machine = folder_of(work.shape, Path(scratch)), work.machine()
-        made = None
-        if machine is not None:
-            structure = structure_of(folder, torch.bfloat16)
-            places = token_wise(structure.model.config)  # type: ignore[arg-type]
-            made = work.planned(shape_of_structure(structure, work.shape, places), machine)
+        folder, *_, made = planned(work, Path(scratch))
         with work.engine(folder, work.followed(made), init) as engine:
             yield engine
 

@@ -12,24 +12,22 @@ other stall   step - policy bound - waits for AdamW and slabs: waits for copies,
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from megatrain.commands.bench.bounds import Bounds, release
-from megatrain.commands.bench.work import Work, folder_of, random_batch, structure_of
-from megatrain.engine.parity_check import token_wise
+from megatrain.commands.bounds import Bounds, release
+from megatrain.commands.work import Work, planned, random_batch
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.machine.machine import Machine
-from megatrain.planner.model_cost import ModelShape, shape_of_structure
+from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import Plan
 from megatrain.planner.timeline import recomputed_flops
 from megatrain.units import abbreviated, gib
@@ -63,12 +61,7 @@ class Report:
 
 
 def bench(work: Work, *, steps: int = 6, warmup: int = 2, bounds: bool = True) -> Report:
-    """Run steps and measure them; prints results as they come.
-
-    Args:
-        work: The steps.
-        steps, warmup: Measured steps, and steps before them, `LEAST_WARMUP` at least.
-        bounds: Whether to measure the bounds.
+    """Measure `steps` steps after `warmup` (at least `LEAST_WARMUP`) others, and the bounds; prints results as they come.
 
     Raises:
         UserError: The shape is unknown.
@@ -76,11 +69,7 @@ def bench(work: Work, *, steps: int = 6, warmup: int = 2, bounds: bool = True) -
     """
     say = work.say
     with tempfile.TemporaryDirectory() as scratch:
-        folder = folder_of(work.shape, Path(scratch))
-        structure = structure_of(folder, torch.bfloat16)
-        model = shape_of_structure(structure, work.shape, token_wise(structure.model.config))  # type: ignore[arg-type]
-        machine = work.machine()
-        made = work.planned(model, machine)
+        folder, structure, model, machine, made = planned(work, Path(scratch))
         followed = work.followed(made)
         report = Report(work.shape, work.rows, work.tokens, structure.param_count, work.device, followed.as_dict())
         _measure_steps(report, work, folder, followed, steps, warmup)
@@ -96,9 +85,8 @@ def bench(work: Work, *, steps: int = 6, warmup: int = 2, bounds: bool = True) -
 def _measure_steps(report: Report, work: Work, folder: Path, followed: ExecutionPlan, steps: int, warmup: int) -> None:
     say = work.say
     if warmup < LEAST_WARMUP:
-        say(
-            f"warm-up: {LEAST_WARMUP} steps instead of {warmup}: the first update touches its memory in the second step"
-        )
+        why = "the first update touches its memory in the second step"
+        say(f"warm-up: {LEAST_WARMUP} steps instead of {warmup}: {why}")
         warmup = LEAST_WARMUP
     process = psutil.Process(os.getpid())
     started = time.perf_counter()
@@ -206,7 +194,3 @@ def report_text(report: Report) -> str:
             planned, measured = text(pair["planned"]), text(pair["measured"])
             lines.append(f"    {name:14} planned {planned:>11}, measured {measured:>11} ({pair['ratio'] - 1:+.1%})")
     return "\n".join(lines)
-
-
-def report_json(report: Report) -> str:
-    return json.dumps(asdict(report), indent=1)

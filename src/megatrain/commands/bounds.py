@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megatrain.commands.bench.work import Work
+from megatrain.commands.work import Work
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.objective import cross_entropy_sum
 from megatrain.engine.plan import ExecutionPlan, Policy
@@ -37,7 +37,6 @@ BOUND_TOKENS = 32768
 
 
 def release() -> None:
-    """Return unreferenced memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -46,12 +45,7 @@ def release() -> None:
 class Bounds:
     """Measures `bound` and `policy_bound` [s] of a step, None if not measured; see [Note: the bounds].
 
-    Args:
-        work: The step.
-        structure, model: Its shape.
-        device: The device that computes.
-        followed: The plan that the engine followed.
-        made: The planner's plan, None on a CPU.
+    `followed`: the engine's plan; `made`: the planner's, None on a CPU.
     """
 
     def __init__(
@@ -100,9 +94,8 @@ class Bounds:
                 total = 0.0
                 for group in sorted(set(groups)):
                     seconds = self._layer_s(group, together, "keep") * self._rows / together
-                    self._say(
-                        f"a layer of group {group}, {together} rows together, keep: {seconds * 1e3:.1f} ms per step"
-                    )
+                    each = f"{together} rows together, keep: {seconds * 1e3:.1f} ms per step"
+                    self._say(f"a layer of group {group}, {each}")
                     total += seconds * groups.count(group)
                 return total
             except torch.OutOfMemoryError:
@@ -129,10 +122,8 @@ class Bounds:
         for group, policy in sorted(set(kinds)):
             seconds = self._layer_s(group, microbatch_rows, policy) * self._rows / microbatch_rows
             layers = kinds.count((group, policy))
-            self._say(
-                f"{layers} layers of group {group}, {microbatch_rows} rows together, {policy}: "
-                f"{seconds * 1e3:.1f} ms each per step"
-            )
+            each = f"{microbatch_rows} rows together, {policy}: {seconds * 1e3:.1f} ms each per step"
+            self._say(f"{layers} layers of group {group}, {each}")
             total += seconds * layers
         return total
 
@@ -151,7 +142,10 @@ class Bounds:
     def _measured(self, group: int, rows: int, policy: Policy) -> float:
         index = self._model.groups.index(group)
         unit = self._structure.layers[index]
-        code = self._code(group, index)
+        if group not in self._codes:
+            module = self._structure.layer_stack()[index]
+            self._codes[group] = LayerCode(module, f"bound_{group}", self._device.type == "cuda", SELECTIVE_BUDGET)
+        code = self._codes[group]
         flat = (torch.randn(unit.layout.numel, device=self._device) * 0.02).to(self._dtype)
         weights = {name: view.requires_grad_() for name, view in unit.layout.views(flat).items()}
         prefix = unit.prefix
@@ -176,24 +170,16 @@ class Bounds:
 
         return sustained_seconds(layer, self._device, len(self._model.groups))
 
-    def _code(self, group: int, index: int) -> LayerCode:
-        if group not in self._codes:
-            module = self._structure.layer_stack()[index]
-            self._codes[group] = LayerCode(module, f"bound_{group}", self._device.type == "cuda", SELECTIVE_BUDGET)
-        return self._codes[group]
-
     def _edges_s(self) -> float:
         """Forward and backward of the embedding, and of the head over all targets in the engine's token chunks."""
         device, dtype, structure = self._device, self._dtype, self._structure
         fp32 = frozenset(fp32_parameter_names(structure.model, dtype))  # type: ignore[arg-type]
         shell = Shell(structure, self._buffers, _no_layer, fp32)
-        weights = {
-            name: (torch.randn(entry.shape, device=device) * 0.02)
-            .to(torch.float32 if name in fp32 else dtype)
-            .requires_grad_()
-            for unit in (structure.embedding, structure.head)
-            for entry, (_, name) in zip(unit.layout.entries, unit.full_names(), strict=True)
-        }
+        weights: dict[str, torch.Tensor] = {}
+        for unit in (structure.embedding, structure.head):
+            for entry, (_, name) in zip(unit.layout.entries, unit.full_names(), strict=True):
+                random = torch.randn(entry.shape, device=device) * 0.02
+                weights[name] = random.to(torch.float32 if name in fp32 else dtype).requires_grad_()
         count = self._rows * (self._tokens - 1)
         chunk = min(self._followed.head_chunk_tokens or 4096, count)
         hidden_ND = torch.randn(chunk, self._text.hidden_size, device=device, dtype=dtype).requires_grad_()
