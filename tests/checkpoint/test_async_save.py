@@ -23,9 +23,8 @@ from hosted import as_bits
 from megatrain.checkpoint import files, host_planes, reader, writer
 from megatrain.checkpoint.async_save import SaveCancelled
 from megatrain.checkpoint.format import SafetensorsReader
-from megatrain.checkpoint.host_planes import HostCheckpoints, HostPlanes, StagingMemory
+from megatrain.checkpoint.host_planes import HostCheckpoints, HostPlanes, HostReader, StagingMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
-from megatrain.device.copier import HostReader
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.step import StepRunner
 from megatrain.errors import EngineClosed, UserError

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatrain.device.copier import DirectCopier, StagedCopier
-from megatrain.device.ring import Slot
+from megatrain.device.ring import DirectCopier, Slot, StagedCopier
 from megatrain.device.streams import Streams
 from traced import TracedStreams
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.device.copier import DirectCopier
-from megatrain.device.ring import Slot, SlotState, WeightRing
+from megatrain.device.ring import DirectCopier, Slot, SlotState, WeightRing
 from megatrain.device.streams import Streams
 from traced import TracedStreams
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.device.streams import Streams
+from megatrain.device.streams import Streams, Timestamp
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_a_copy_on_a_cpu_runs_at_once_and_raises_its_error(direction: Any) -> No
 
 def test_timestamps_measure_the_time_between_them() -> None:
     streams = Streams(CPU)
-    first, second, third = (streams.timestamp() for _ in range(3))
+    first, second, third = (Timestamp(streams.compute) for _ in range(3))
     assert first.seconds_until(second) >= 0
     assert first.seconds_until(third) == pytest.approx(first.seconds_until(second) + second.seconds_until(third))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.streams import Event, Streams
+from megatrain.device.streams import Direction, Event, Streams
 
 
 class TracedEvent:
@@ -58,7 +58,10 @@ class TracedStreams(Streams):
         self.log.append(f"compute records {event}")
 
     @contextlib.contextmanager
-    def _ordered(self, name: str, after: Event, done: Event) -> Iterator[None]:
-        self.log.append(f"{name} waits for {after}")
-        yield
-        self.log.append(f"{name} records {done}")
+    def copying(
+        self, direction: Direction, after: Event, done: Event, what: str = "", nbytes: int = 0
+    ) -> Iterator[None]:
+        self.log.append(f"{direction} waits for {after}")
+        with super().copying(direction, after, done, what, nbytes):
+            yield
+        self.log.append(f"{direction} records {done}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ def attention_order(
 ) -> tuple[SDPBackend, ...]:
     """Backends for `fastest_attention`, fastest first; empty (torch's own choice) if nothing can be measured.
 
-    `shape`: (heads, key-value heads, head size) as computed on this device, None if unknown; `tokens`: length of a row.
+    `shape` is (heads, key-value heads, head size) as computed on this device, None if unknown.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or shape is None:
         return ()
@@ -42,29 +44,29 @@ def measured_backends(
         torch.randn(rows, count, tokens, head_dim, dtype=dtype, device=device, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
     )
+
+    def run() -> None:
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        torch.autograd.grad(out, (q, k, v), out)
+
     found = []
     for backend in CANDIDATES:
         try:
-            found.append((backend, _milliseconds(backend, q, k, v)))
+            with sdpa_kernel(backend):
+                found.append((backend, statistics.median(elapsed_ms(run) for _ in range(5))))
         except RuntimeError as error:
             logger.debug("attention backend %s is not available: %s", backend.name, error)
     return tuple(sorted(found, key=lambda pair: pair[1]))
 
 
-def _milliseconds(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Median of five runs."""
-    grouped = q.shape[1] != k.shape[1]
-    times = []
-    with sdpa_kernel(backend):
-        for _ in range(5):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-            torch.autograd.grad(out, (q, k, v), out)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+def elapsed_ms(run: Callable[[], object]) -> float:
+    """Milliseconds that a call takes on the current CUDA stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 @contextlib.contextmanager

@@ -30,20 +30,12 @@ POLL_INTERVAL_S = 1.0
 
 
 class SpanRecorder:
-    """Collects the spans of one device; see [Note: device times]. Thread-safe.
-
-    Args:
-        device: Computes.
-        compute: Its compute stream; None on a CPU.
-
-    Attributes:
-        on: Whether anything is recorded.
-        tracing: Whether a trace is taken, which also records the work of each layer.
-        paused: Whether device work is ignored for now because it belongs to no step.
-    """
+    """Collects the spans of one device; see [Note: device times]. Thread-safe. `compute` is None on a CPU."""
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None):
-        self.on, self.tracing, self.paused = False, False, False
+        self.on = False
+        self.tracing = False  # also records the work of each layer
+        self.paused = False  # device work belongs to no step and is ignored
         self._device, self._compute = device, compute
         self._free: collections.deque[torch.cuda.Event] = collections.deque()
         self._open: collections.deque[tuple[Any, Row, str, Mark, Mark, int]] = collections.deque()
@@ -110,17 +102,11 @@ class SpanRecorder:
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """Figures of a GPU; None if unknown.
+    """Figures of a GPU; None if unknown."""
 
-    Attributes:
-        utilisation: Fraction of the last second in which a kernel was running.
-        used_bytes: Memory in use on the device, by all processes.
-        reserved_bytes: Memory reserved by this process's allocator.
-    """
-
-    utilisation: float | None = None
-    used_bytes: int | None = None
-    reserved_bytes: int | None = None
+    utilisation: float | None = None  # fraction of the last second in which a kernel was running
+    used_bytes: int | None = None  # by all processes
+    reserved_bytes: int | None = None  # by this process's allocator
 
 
 class GpuMeter:
@@ -143,18 +129,16 @@ class GpuMeter:
         now = time.monotonic()
         if self._device.type == "cuda" and now >= self._next_s:
             self._next_s = now + POLL_INTERVAL_S
-            self._figures = replace(self._read_nvml(), reserved_bytes=torch.cuda.memory_reserved(self._device))
+            figures = GpuFigures(reserved_bytes=torch.cuda.memory_reserved(self._device))
+            try:
+                if self._handle is not None:
+                    used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+                    utilisation = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0
+                    figures = replace(figures, utilisation=utilisation, used_bytes=used)
+            except self._nvml.NVMLError as error:
+                self._disable(error)
+            self._figures = figures
         return self._figures
-
-    def _read_nvml(self) -> GpuFigures:
-        if self._handle is None:
-            return GpuFigures()
-        try:
-            used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-            return GpuFigures(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0, used)
-        except self._nvml.NVMLError as error:
-            self._disable(error)
-            return GpuFigures()
 
     def _open(self) -> None:
         try:

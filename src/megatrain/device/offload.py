@@ -56,10 +56,9 @@ class InputStore:
         """Queue the copy of `tensor` to the host. Asynchronous; the caller may drop the tensor at once."""
         tensor = tensor.detach()  # a copy with autograd history would keep the device memory alive
         host = self._buffer(layer, tensor)
-        previous = self._inputs.get(layer)
+        previous, written = self._inputs.get(layer), self._streams.event()
         back = previous.back if previous else self._streams.event()
         offloaded = _Offloaded(host, self._streams.event(), back, tensor.shape)
-        written = self._streams.event()
         self._streams.mark_compute(written)
         with self._streams.copying("d2h", written, offloaded.out, f"input {layer}", tensor.nbytes):
             host.copy_(tensor.reshape(-1), non_blocking=True)
@@ -113,15 +112,12 @@ class InputStore:
                 del self._buffers[layer], host
                 arena.close()
             arena = Arena(page_ceil(tensor.nbytes))
-            if self._streams.cuda and self._pins:
-                self._pin(arena)
+            try:
+                if self._streams.cuda and self._pins:
+                    arena.register([0])
+            except PinRefused as refusal:  # copies are correct from any memory
+                self._pins = False
+                logger.warning("%s; offloaded layer inputs use memory that is not pinned (slower copies)", refusal)
             host = arena.tensor(0, tensor.numel(), tensor.dtype)
             self._buffers[layer] = arena, host
         return host[: tensor.numel()]
-
-    def _pin(self, arena: Arena) -> None:
-        try:
-            arena.register([0])
-        except PinRefused as refusal:  # copies are correct from any memory
-            self._pins = False
-            logger.warning("%s; offloaded layer inputs use memory that is not pinned (slower copies)", refusal)

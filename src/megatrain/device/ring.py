@@ -1,4 +1,4 @@
-"""Weight slots: the device buffers that layers stream through.
+"""Weight slots: the device buffers that layers stream through, and the copiers that fill them.
 
 [Note: weight slot lifetime]
 A slot is one flat device buffer. It is EMPTY, or it holds the weights of one unit, its owner:
@@ -14,12 +14,70 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
-from megatrain.device.copier import Copier
-from megatrain.device.streams import Streams
+from megatrain.device.streams import Event, Streams
+from megatrain.host_memory.arena import two_pinned
+
+
+class DirectCopier:
+    """One DMA straight from the plane in pinned host memory; on a CPU device, an ordinary copy.
+
+    Both copiers queue the copy on h2d after the event `after`, mark its end with `done`, and return at once.
+    """
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+
+    def copy(self, target: Tensor, source: Tensor, after: Event, done: Event, what: str = "") -> None:
+        """Queue target.copy_(source). `what` names the copy in the recorded spans."""
+        with self._streams.copying("h2d", after, done, what, source.nbytes):
+            target.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        pass
+
+
+class StagedCopier:
+    """Copies planes from pageable memory through two pinned staging buffers of the largest unit's size.
+
+    A thread packs one buffer while the DMA of the other is in flight; it packs a buffer again after the DMA's event `sent`.
+    """
+
+    def __init__(self, streams: Streams, nbytes: int):
+        self._streams = streams
+        self._arenas = two_pinned(nbytes)
+        self._sent = [streams.event(), streams.event()]
+        self._turn = 0
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(arena.pinned_bytes for arena in self._arenas)
+
+    def copy(self, target: Tensor, source: Tensor, after: Event, done: Event, what: str = "") -> Future[None]:
+        """Queue target.copy_(source). Wait for the future first, then for `done`."""
+        return self._packer.submit(self._pack_and_send, target, source, after, done, what)
+
+    def _pack_and_send(self, target: Tensor, source: Tensor, after: Event, done: Event, what: str) -> None:
+        turn, self._turn = self._turn, 1 - self._turn
+        self._sent[turn].synchronize()
+        staging = self._arenas[turn].tensor(0, source.numel(), source.dtype)
+        staging.copy_(source)
+        with self._streams.copying("h2d", after, done, what, staging.nbytes):
+            target.copy_(staging, non_blocking=True)
+        self._sent[turn].record(self._streams.h2d)
+
+    def close(self) -> None:
+        self._packer.shutdown()
+        for arena in self._arenas:
+            arena.close()
+
+
+Copier = DirectCopier | StagedCopier
 
 
 class SlotState(enum.Enum):
@@ -33,12 +91,7 @@ class SlotState(enum.Enum):
 class Slot:
     """One flat device weight buffer with its owner, state and events. See [Note: weight slot lifetime].
 
-    Args:
-        streams: Streams of copies and kernels.
-        copier: Queues the copies.
-        numel: Elements of the largest unit that will be loaded.
-        plane_dtype: Dtype of the host plane that is copied.
-        compute_dtype: Dtype the layers compute in; if it differs from the plane's, `acquire` casts on the device.
+    If the layers compute in another dtype than the host plane's, `acquire` casts on the device.
     """
 
     def __init__(
@@ -57,18 +110,18 @@ class Slot:
     def nbytes(self) -> int:
         return self._copied.nbytes + (self._cast.nbytes if self._cast is not None else 0)
 
-    def buffer(self, numel: int) -> torch.Tensor:
+    def buffer(self, numel: int) -> Tensor:
         """The memory that `acquire` will return; undefined contents until then."""
         return (self._copied if self._cast is None else self._cast)[:numel]
 
-    def load(self, owner: str, source: torch.Tensor) -> None:
+    def load(self, owner: str, source: Tensor) -> None:
         """Queue the copy of `source` (n,), a unit's hi plane. Asynchronous: `source` must not change before `acquire`."""
         self._expect(SlotState.EMPTY, SlotState.LOADED)
         target = self._copied[: source.numel()]
         self._queued = self._copier.copy(target, source, after=self._free, done=self._ready, what=owner)
         self.owner, self.state = owner, SlotState.LOADED
 
-    def acquire(self, numel: int) -> torch.Tensor:
+    def acquire(self, numel: int) -> Tensor:
         """Return the owner's weights (numel,) in compute dtype, for kernels launched on compute before `release`."""
         self._expect(SlotState.LOADED)
         self._settle()

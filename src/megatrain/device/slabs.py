@@ -126,12 +126,7 @@ class Slab:
 
 
 class SlabPool:
-    """Slabs of the largest layer's size, reused in the order in which they were taken.
-
-    Attributes:
-        wait_s: Seconds spent waiting for a free slab; `waits`: how often.
-        most_in_use: Maximum number of slabs in use at once.
-    """
+    """Slabs of the largest layer's size, reused in the order in which they were taken."""
 
     def __init__(self, streams: Streams, count: int, numel: int, dtype: torch.dtype):
         assert count >= 1, count
@@ -140,7 +135,8 @@ class SlabPool:
         self.reset_counters()
 
     def reset_counters(self) -> None:
-        self.wait_s, self.waits, self.most_in_use = 0.0, 0, 0
+        self.wait_s, self.waits = 0.0, 0  # for a free slab
+        self.most_in_use = 0
 
     def take(self) -> Slab:
         """Return the slab that was taken longest ago; waits for its job."""
@@ -158,6 +154,5 @@ class SlabPool:
         return slab
 
     def settle(self) -> None:
-        """Wait until all slabs are free."""
         for slab in self.slabs:
             slab.settle()

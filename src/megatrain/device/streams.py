@@ -41,7 +41,7 @@ class _NoEvent:
 
 
 class Timestamp:
-    """A point in the compute stream: a timed event on a GPU, the clock on a CPU."""
+    """The current end of the compute stream, for measuring: a timed event on a GPU, the clock on a CPU."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._event, self._clock_s = None, time.perf_counter()
@@ -56,14 +56,14 @@ class Timestamp:
         return later._clock_s - self._clock_s
 
 
-_UNTRACED = contextlib.nullcontext()
+Direction = Literal["h2d", "d2h"]
+_NOTHING = contextlib.nullcontext()
 
 
 class Streams:
     """Owns the compute, h2d and d2h streams of one device. See [Note: streams and events].
 
     Args:
-        device: `cpu` or a CUDA device.
         disturb: Called with the name of a stream after work was queued on it; tests use it to delay streams at random.
 
     Attributes:
@@ -74,21 +74,13 @@ class Streams:
         self.device = device
         self.cuda = device.type == "cuda"
         self._disturb = disturb or (lambda name, streams: None)
-        self.compute: torch.cuda.Stream | None = None
-        self.h2d: torch.cuda.Stream | None = None
-        self.d2h: torch.cuda.Stream | None = None
-        if self.cuda:
-            self.compute = torch.cuda.current_stream(device)
-            self.h2d, self.d2h = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.compute = torch.cuda.current_stream(device) if self.cuda else None
+        self.h2d, self.d2h = (torch.cuda.Stream(device) if self.cuda else None for _ in range(2))
         self.spans = SpanRecorder(device, self.compute)
 
     def event(self) -> Event:
         """A new event to `record` on one of these streams. A host thread that waits for it sleeps instead of polling."""
         return torch.cuda.Event(blocking=True) if self.cuda else _NoEvent()
-
-    def timestamp(self) -> Timestamp:
-        """The current end of the compute stream, for measuring."""
-        return Timestamp(self.compute)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a small CPU tensor to the device, for kernels launched on compute from now on. Asynchronous.
@@ -100,19 +92,24 @@ class Streams:
 
     @contextlib.contextmanager
     def copying(
-        self, direction: Literal["h2d", "d2h"], after: Event, done: Event, what: str = "", nbytes: int = 0
+        self, direction: Direction, after: Event, done: Event, what: str = "", nbytes: int = 0
     ) -> Iterator[None]:
         """Queue the work inside on the stream `direction`: it starts after `after`, and `done` marks its end. Asynchronous.
 
         `what` and `nbytes` name the copy in the recorded spans.
         """
         stream: torch.cuda.Stream | None = getattr(self, direction)
-        with self._ordered(direction, after, done):
+        if stream is not None:
+            stream.wait_event(after)  # type: ignore[arg-type]
+            self._disturb(direction, self)
+        with torch.cuda.stream(stream) if stream is not None else _NOTHING:
             start = self.spans.mark(stream)
             yield
             self.spans.end(direction, what, start, stream, nbytes)
-            if not self.cuda:  # on a CPU the computing thread does the copy, so it waits for it
-                self.spans.end("wait", "weights" if direction == "h2d" else "gradients", start, None)
+        if stream is not None:
+            done.record(stream)
+        else:  # on a CPU the computing thread does the copy, so it waits for it
+            self.spans.end("wait", "weights" if direction == "h2d" else "gradients", start, None)
 
     def compute_waits(self, event: Event, why: Wait) -> None:
         """Make kernels launched on compute from now on start after `event`. Asynchronous."""
@@ -128,7 +125,7 @@ class Streams:
     def traced(self, what: str, layer: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Show the work queued on compute inside by name in a trace. Free while no trace is taken."""
         if not self.spans.tracing:
-            return _UNTRACED
+            return _NOTHING
         return self._span("compute", what if layer is None else f"{what} layer {layer}")
 
     @contextlib.contextmanager
@@ -146,16 +143,3 @@ class Streams:
         """Block the host until all three streams are idle."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
-
-    @contextlib.contextmanager
-    def _ordered(self, name: str, after: Event, done: Event) -> Iterator[None]:
-        """Run the work inside on a stream, between the events `after` and `done`."""
-        stream = getattr(self, name)
-        if stream is None:
-            yield
-            return
-        stream.wait_event(after)
-        self._disturb(name, self)
-        with torch.cuda.stream(stream):
-            yield
-        done.record(stream)

@@ -172,6 +172,14 @@ class Arena:
         self.close()
 
 
+def two_pinned(size_bytes: int) -> list[Arena]:
+    """Two pinned buffers: a DMA uses one while the CPU uses the other."""
+    arenas = [Arena(max(size_bytes, 1)) for _ in range(2)]
+    for arena in arenas:
+        arena.register([0, arena.nbytes])
+    return arenas
+
+
 def page_ceil(size_bytes: int) -> int:
     """`size_bytes` rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

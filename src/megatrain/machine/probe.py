@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain.device.attention import elapsed_ms, measured_backends
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import Arena, PinRefused
 from megatrain.host_memory.available import available_host_bytes, read_kernel_file
@@ -179,8 +180,6 @@ def disk_rates(folder: Path, nbytes: int) -> tuple[float, float]:
 
 
 def _device_facts(gpu: torch.device, elements: int, nbytes: int) -> dict[str, object]:
-    from megatrain.device.attention import measured_backends
-
     optim, units, segments, coefficients = _updates(1, elements, gpu)
     adamw_s = device_seconds(lambda: optim.update_on_device(*units[0], segments, coefficients), gpu)
     units.clear()
@@ -295,7 +294,7 @@ def device_seconds(run: Callable[[], object], device: torch.device, repeat: int 
         return seconds_of(run, repeat)
     run()
     run()
-    return statistics.median(_between_events(run) for _ in range(repeat))
+    return statistics.median(elapsed_ms(run) for _ in range(repeat)) / 1e3
 
 
 def sustained_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
@@ -310,16 +309,7 @@ def sustained_seconds(run: Callable[[], object], device: torch.device, times: in
 
     run()
     run()
-    return (_between_events(all_of_them) if device.type == "cuda" else seconds_of(all_of_them, 1)) / times
-
-
-def _between_events(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return (elapsed_ms(all_of_them) / 1e3 if device.type == "cuda" else seconds_of(all_of_them, 1)) / times
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from engines import host_engine
 from families import BY_NAME, batch, build
-from megatrain.device.copier import DirectCopier
-from megatrain.device.ring import Slot, SlotState, WeightRing
+from megatrain.device.ring import DirectCopier, Slot, SlotState, WeightRing
 from megatrain.device.streams import Streams
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.weights import (

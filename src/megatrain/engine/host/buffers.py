@@ -9,9 +9,8 @@ import logging
 
 import torch
 
-from megatrain.device.copier import Copier, DirectCopier, StagedCopier
 from megatrain.device.offload import InputStore
-from megatrain.device.ring import Slot, WeightRing
+from megatrain.device.ring import Copier, DirectCopier, Slot, StagedCopier, WeightRing
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
 from megatrain.engine.host.gradients import GradientFlow, Route

@@ -232,7 +232,7 @@ class StepRunner:
         return Edges(*(self.shell.leaves(view, "", requires_grad) for view in views))
 
     def _mark(self, phase: str) -> None:
-        self.marks.append((phase, self._streams.timestamp()))
+        self.marks.append((phase, Timestamp(self._streams.compute)))
 
     def phase_seconds(self) -> dict[str, float]:
         """Device seconds of each phase of the latest step, summed over its accumulation steps. The device must be idle."""
