@@ -1,13 +1,201 @@
-"""A plan as text and as JSON."""
+"""A plan as text and as JSON; and the text of a refused plan: memory of the closest choice, and remedies, each of which was tried.
+
+A remedy is a setting of the user. Some come in sizes (how many rows, how long they are): the mildest that fits is named. If no
+single remedy is enough, all pairs are tried.
+"""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from megatrain.config.schema import RunConfig
 from megatrain.engine.plan import Policy
-from megatrain.planner.plan import Lines, Plan
+from megatrain.planner.memory import PROCESS_BYTES, device_peak, host_lines
+from megatrain.planner.plan import Choice, Lines, Plan, PlanRequest, StepSize
+from megatrain.planner.search import Search
 from megatrain.units import abbreviated, counted, duration, gib, size_lines
+
+LEAST_ROW_TOKENS = 256
+"""Shorter rows are not suggested."""
+MOST_PAIRS = 5
+
+Place = Literal["host", "device"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting: its text, and what it replaces in the options and in the step."""
+
+    text: str
+    options: dict[str, object]
+    step: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A way to reduce memory.
+
+    Attributes:
+        name: Text for all its changes together.
+        changes: From the mildest to the strongest; a stronger one needs no more memory than a milder one.
+        comment: Its price or gain.
+    """
+
+    name: str
+    changes: Sequence[Change]
+    comment: str = ""
+
+
+def refusal(request: PlanRequest) -> str:
+    """The memory of the closest choice, and the remedies with their results."""
+    shape, step, caps, options = request.shape, request.step, request.caps, request.options
+    choice = Search(request).closest()
+    host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice)
+    resident = choice.resident_elements(shape)
+    text = [
+        f"{shape.name} ({abbreviated(shape.parameters)} parameters), {counted(step.rows, 'row')} x "
+        f"{counted(step.tokens, 'token')} a step, does not fit {request.machine.name}"
+    ]
+    for place, lines, allowed in (("host", host, caps.host_bytes), ("device", device.lines, caps.device_bytes)):
+        needed = sum(lines.values())
+        verdict = f"{gib(needed - allowed)} too much" if needed > allowed else "fits"
+        # resident units could move to the host, if the host had room for them
+        used = "used" if place == "device" and resident else "needed at least"
+        text.append(f"  {place} memory: {gib(needed)} {used}, {gib(allowed)} allowed: {verdict}")
+        text += size_lines(lines)
+    if resident:
+        text.append(f"  ({abbreviated(resident)} parameters are on the device already)")
+    too_small: set[Place] = {"host"} if sum(host.values()) > caps.host_bytes else set()
+    # inputs are offloaded, and gradients of several accumulation steps are fp32, because the device is too small
+    several = choice.accumulation_steps > 1 and options.accumulation_steps is None
+    if device.nbytes > caps.device_bytes or choice.offloaded > 0 or several:
+        too_small.add("device")
+    text.append("  how to reduce it:")
+    text += [f"    - {line}" for line in _reductions(request, choice, too_small)]
+    return "\n".join(text)
+
+
+def cpu_refusal(lines: Lines, allowed: int, run: RunConfig) -> str:
+    """The memory of a run on the CPU, and how to reduce it."""
+    cap = "" if run.memory.host_gib == "auto" else f" (memory.host_gib: {run.memory.host_gib:g})"
+    text = [f"not enough host memory: {gib(sum(lines.values()))} needed, {gib(allowed)} available{cap}"]
+    text += [*size_lines(lines), "  how to reduce it:"]
+    if run.batch.accumulation_steps == 1:
+        text.append("    - batch.accumulation_steps: 2 or more keeps fewer layer inputs at a time")
+    if run.memory.gradient_plane:
+        needs = "optim.max_grad_norm: null and batch.accumulation_steps: 1"
+        text.append(f"    - memory.gradient_plane: false (needs {needs})")
+    return "\n".join([*text, "    - shorter rows (data.max_tokens), a smaller model, or a machine with more memory"])
+
+
+def _reductions(request: PlanRequest, choice: Choice, too_small: set[Place]) -> list[str]:
+    remedies = _remedies(request, choice, too_small)
+    lines: list[str] = []
+    fits = [_fit(request, remedy) for remedy in remedies]
+    for remedy, fit in zip(remedies, fits, strict=True):
+        text, verdict = (fit[0], f"then it fits, {fit[1]:,.0f} tokens/s") if fit else (remedy.name, "not enough alone")
+        lines.append(f"{text}{remedy.comment}; {verdict}")
+    if not any(fits):
+        pairs = [fit for pair in itertools.combinations(remedies, 2) if (fit := _fit(request, *pair)) is not None]
+        pairs.sort(key=lambda fit: -fit[1])
+        lines += [f"together: {text}; then it fits, {rate:,.0f} tokens/s" for text, rate in pairs[:MOST_PAIRS]]
+        if len(remedies) > 1 and not pairs:
+            lines.append("no two of these are enough together")
+    if "device" in too_small:
+        lines.append("a larger device, or a higher memory.device_gib")
+    if "host" in too_small:
+        lines += _host_needed(request, choice)
+    return lines
+
+
+def _changed(request: PlanRequest, *changes: Change) -> PlanRequest:
+    for change in changes:
+        request = replace(
+            request, options=replace(request.options, **change.options), step=replace(request.step, **change.step)
+        )
+    return request
+
+
+def _fit(request: PlanRequest, *remedies: Remedy) -> tuple[str, float] | None:
+    """The mildest changes, one of each remedy, with which the run fits: (text, predicted tokens/s then)."""
+    *others, last = remedies
+    for first in itertools.product(*(remedy.changes for remedy in others)):
+        partly = _changed(request, *first)
+        number = bisect.bisect_left(
+            last.changes, True, key=lambda change, start=partly: Search(_changed(start, change)).any_fits()
+        )
+        if number == len(last.changes):
+            continue
+        changes = (*first, last.changes[number])
+        changed = _changed(request, *changes)
+        best = Search(changed).best()
+        if best is not None:
+            text = " with ".join(change.text for change in changes)
+            return text + _new_step(request.step, changed.step), changed.step.all_tokens / best.seconds
+    return None
+
+
+def _new_step(old: StepSize, new: StepSize) -> str:
+    """The config keys of a changed step."""
+    keys = [f"data.max_tokens: {new.tokens}"] if new.tokens != old.tokens else []
+    keys += [f"batch.tokens_per_step: {new.all_tokens}"] if new != old else []
+    return f" ({', '.join(keys)})" if keys else ""
+
+
+def _remedies(request: PlanRequest, choice: Choice, too_small: set[Place]) -> list[Remedy]:
+    """Settings of the run's file that may help. Those with many sizes come last, where `_fit` needs few trials."""
+    options, found = request.options, list[Remedy]()
+
+    def add(text: str, options: dict[str, object], comment: str) -> None:
+        found.append(Remedy(text, [Change(text, options, {})], comment))
+
+    if options.gradient_plane and options.compute != "fp16" and "host" in too_small:
+        width = options.gradient_bytes(choice.accumulation_steps)
+        less = gib(width * (request.shape.parameters - choice.resident_elements(request.shape)))
+        text = "without clipping (optim.max_grad_norm: null, memory.gradient_plane: false)"
+        changes = {"gradient_plane": False, "accumulation_steps": 1}
+        add(text, changes, f": {width} bytes a parameter less, {less}")
+    if options.accumulation_steps is not None and options.accumulation_steps > 1 and "host" in too_small:
+        comment = f": gradients in {options.transport_bytes} bytes instead of 4"
+        add("batch.accumulation_steps: 1", {"accumulation_steps": 1}, comment)
+    if "device" in too_small:
+        if options.policy in ("keep", "selective"):
+            add("activations.policy: auto", {"policy": "auto"}, ", which keeps what fits")
+        if options.segment == 1:
+            changes = {"segment": 4, "policy": "recompute"}
+            add("activations.segment: 4", changes, ", which keeps every 4th layer's input")
+        found += _smaller_steps(request.step)
+    return found
+
+
+def _smaller_steps(step: StepSize) -> list[Remedy]:
+    """Shorter rows, and fewer rows."""
+    halves = list(itertools.takewhile(lambda n: n >= LEAST_ROW_TOKENS, (step.tokens >> n for n in range(1, 64))))
+    shorter = [Change(f"shorter rows: {step.rows} of {n:,} tokens", {}, {"tokens": n}) for n in halves]
+    fewer = [Change(f"fewer rows: {counted(n, 'row')} a step", {}, {"rows": n}) for n in range(step.rows - 1, 0, -1)]
+    remedies = (
+        Remedy("shorter rows", shorter, ", the longest that fit"),
+        Remedy("fewer rows a step", fewer, ", the most that fit"),
+    )
+    return [remedy for remedy in remedies if remedy.changes]
+
+
+def _host_needed(request: PlanRequest, choice: Choice) -> list[str]:
+    """The host that the choice needs, and the largest model for this host."""
+    lines = host_lines(request.shape, request.step, request.options, choice)
+    width = request.options.optim.bytes_per_parameter + request.options.gradient_bytes(choice.accumulation_steps)
+    other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
+    most = choice.resident_elements(request.shape) + max(0, request.caps.host_bytes - other) / width
+    return [
+        f"a host with {gib(sum(lines.values()))} for the run, or a higher memory.host_gib",
+        f"a model of at most about {abbreviated(most)} parameters",
+    ]
+
 
 POLICIES: tuple[Policy, ...] = ("recompute", "keep_attention", "keep_mlp", "selective", "keep")
 

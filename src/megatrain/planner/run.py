@@ -14,7 +14,7 @@ from megatrain.machine.machine import Machine, load_machine
 from megatrain.planner.memory import cpu_lines, device_peak, disk_lines, host_lines
 from megatrain.planner.model_cost import ModelShape, shape_of
 from megatrain.planner.plan import Caps, Choice, Lines, Options, Plan, PlanRequest, StepSize
-from megatrain.planner.refusal import cpu_refusal, refusal
+from megatrain.planner.report import cpu_refusal, refusal
 from megatrain.planner.search import Search
 from megatrain.planner.timeline import simulate
 from megatrain.units import GIB, DtypeName

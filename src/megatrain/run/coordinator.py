@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatrain.checkpoint.reader import complete_checkpoints, latest_complete
 from megatrain.config.schema import RunConfig, WatchdogConfig
 from megatrain.engine.mesh import launch
-from megatrain.engine.mesh.oom import is_out_of_memory, note_out_of_memory, times_out_of_memory
+from megatrain.engine.mesh.launch import is_out_of_memory, note_out_of_memory, times_out_of_memory
 from megatrain.engine.mesh.watchdog import EXIT_HANG, Watchdog
 from megatrain.errors import Aftermath, MegatrainError, NumericStop, PlanRefused, UserError
 from megatrain.run.engine_factory import check_mesh, mesh_plan

@@ -7,8 +7,7 @@ import torch
 
 import families
 from fp64 import Fp32MeansFp64
-from megatrain.engine.mesh.stage import Part, cut
-from megatrain.engine.mesh.stage_check import CUT, verify_cut, verify_family_cut
+from megatrain.engine.mesh.stage import CUT, Part, cut, verify_cut, verify_family_cut
 from megatrain.errors import UserError
 from megatrain.models.structure import dissect
 

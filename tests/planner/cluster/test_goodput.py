@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.machine.machine import Cluster
-from megatrain.planner.cluster.goodput import best_interval, goodput, save_seconds
+from megatrain.planner.cluster.estimate import best_interval, goodput, save_seconds
 
 BYTES = 12
 """Of a parameter in a checkpoint."""

@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.engine.mesh.layout import Layout
 from megatrain.machine.machine import Cluster
-from megatrain.planner.cluster.network import group_of, send_s
+from megatrain.planner.cluster.step_time import group_of, send_s
 
 
 def test_tensor_groups_lie_inside_a_node(cluster: Cluster) -> None:

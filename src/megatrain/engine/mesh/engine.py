@@ -46,8 +46,7 @@ from megatrain.engine.mesh.layout import MeshPlan, dropout_keys, whole_attention
 from megatrain.engine.mesh.pipeline import Batch, Runner, microbatches, without_mask
 from megatrain.engine.mesh.rank_metrics import RankMeter
 from megatrain.engine.mesh.saving import MeshCheckpoints
-from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts
-from megatrain.engine.mesh.stage_check import verify_family_cut
+from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts, verify_family_cut
 from megatrain.engine.mesh.state import MeshState, everyone
 from megatrain.engine.mesh.tensor_parallel import parallelize, splits_experts
 from megatrain.engine.mesh.watchdog import unwatched

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.engine.mesh.layout import SCHEDULES, Layout, dropout_keys, whole_attention
-from megatrain.engine.mesh.stage_check import verify_family_cut
+from megatrain.engine.mesh.stage import verify_family_cut
 from megatrain.errors import UserError
 from megatrain.planner.cluster.candidate import Candidate, Request
 from megatrain.planner.cluster.estimate import Estimate, allowed_bytes, evaluate, quick_step_s
