@@ -1,4 +1,4 @@
-"""A plan as text and as JSON; and the text of a refused plan: memory of the closest choice, and remedies, each of which was tried.
+"""A plan as text and as JSON; the text of a refused plan: memory of the closest choice, and remedies that were tried.
 
 A remedy is a setting of the user. Some come in sizes (how many rows, how long they are): the mildest that fits is named. If no
 single remedy is enough, all pairs are tried.
