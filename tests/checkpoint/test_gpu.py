@@ -63,14 +63,19 @@ def test_a_save_under_training_is_of_one_step(
 
 
 def test_a_load_refreshes_the_buffers_on_the_device(tmp_path: Path) -> None:
-    """A router's correction bias decides which experts compute."""
+    """A router's correction bias decides which experts compute: after the load it is that of the checkpoint, on the device."""
     one = batch(BY_NAME["deepseek_v3"], seed=0, rows=4, tokens=32, kind="padded")
-    with engine_of("deepseek_v3") as engine:
-        name = next(n for n in engine.buffers if "correction_bias" in n)
-        engine.buffers[name].copy_(torch.arange(engine.buffers[name].numel()) * 10)
+    biased = build(BY_NAME["deepseek_v3"], seed=0)
+    for name, buffer in biased.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(torch.arange(buffer.numel()) * 10)
+    options = {"compute_dtype": "bf16", "verify": "never", "device": "cuda"}
+    with host_engine(biased, **options) as engine:
         engine.save(tmp_path / "ckpt")
-        before = engine.eval_step(one).loss_sum
+        want = engine.eval_step(one).loss_sum
     with engine_of("deepseek_v3") as again:
-        assert again.eval_step(one).loss_sum == before
+        before = again.eval_step(one).loss_sum
         again.load(tmp_path / "ckpt")
-        assert again.eval_step(one).loss_sum != before
+        after = again.eval_step(one).loss_sum
+    # Kernels that add with atomics round differently each time; other experts differ by far more.
+    assert abs(after - want) < 0.1 * abs(before - want)
