@@ -86,14 +86,13 @@ def _broken_in_pipeline(
     total = pipeline.device_total_bytes
     if total is None:
         return found
-    if "device_memory" in limits and record.device_peak_bytes is not None:
-        share = record.device_peak_bytes / total
-        if share > max(limits["device_memory"], device_fraction):
-            found["device_memory"] = (
-                f"peak device memory is {share:.0%} of the device's, above what the plan may fill "
-                f"(memory.device_fraction: {device_fraction:g})\n"
-                "  -> a lower memory.device_fraction, or smaller batch.microbatch_rows, before a longer row runs out of memory"
-            )
+    share = (record.device_peak_bytes or 0) / total
+    if "device_memory" in limits and share > max(limits["device_memory"], device_fraction):
+        found["device_memory"] = (
+            f"peak device memory is {share:.0%} of the device's, above what the plan may fill "
+            f"(memory.device_fraction: {device_fraction:g})\n"
+            "  -> a lower memory.device_fraction, or smaller batch.microbatch_rows, before a longer row runs out of memory"
+        )
     if "optimizer_wait" in limits and (share := waited.get("optimizer", 0.0) / step_s) > limits["optimizer_wait"]:
         rate = pipeline.adamw_share
         found["optimizer_wait"] = (
@@ -113,14 +112,13 @@ def _broken_in_pipeline(
                 "  -> memory.pin: all if planes are not pinned; otherwise something shares the link or the host's memory: "
                 "megatrain doctor; a larger batch.tokens_per_step needs fewer copies per token"
             )
-    if "gpu_busy" in limits and not found:
-        busy = min(pipeline.computed_s / step_s, 1.0 if pipeline.gpu_utilisation is None else pipeline.gpu_utilisation)
-        if busy < limits["gpu_busy"]:
-            found["gpu_busy"] = (
-                f"the GPU works for {busy:.0%} of a step; {_largest_part(record)}\n"
-                "  -> batch.tokens_per_step: a larger number; activations.compile: auto and larger batch.microbatch_rows where "
-                "it waits for launches"
-            )
+    busy = min(pipeline.computed_s / step_s, 1.0 if pipeline.gpu_utilisation is None else pipeline.gpu_utilisation)
+    if busy < limits.get("gpu_busy", 0.0) and not found:
+        found["gpu_busy"] = (
+            f"the GPU works for {busy:.0%} of a step; {_largest_part(record)}\n"
+            "  -> batch.tokens_per_step: a larger number; activations.compile: auto and larger batch.microbatch_rows where "
+            "it waits for launches"
+        )
     return found
 
 

@@ -49,8 +49,7 @@ class LossPlot:
     """Draws a run's picture at most every ten seconds, and for no more than 2% of the time."""
 
     def __init__(self, path: Path, title: str, *, interval_s: float = 10.0):
-        self._path, self._title = path, title
-        self._interval_s = interval_s
+        self._path, self._title, self._interval_s = path, title, interval_s
         self._next_s = time.monotonic() + interval_s
 
     def update(self, records: Sequence[StepRecord]) -> None:

@@ -224,12 +224,7 @@ class MetricsWriter:
     """Appends records to `metrics.jsonl`; each line is handed to the operating system at once."""
 
     def __init__(self, path: Path, resume_step: int = 0):
-        """Open the file and atomically remove the records of steps after `resume_step`.
-
-        Raises:
-            UserError: The existing file is damaged.
-            WriteFailed: The system refuses a write.
-        """
+        """Open the file and atomically remove the records of steps after `resume_step`; UserError if it is damaged."""
         found = read_records(path)
         # the records of earlier processes that the file keeps; the steps of the others will be computed again
         self.history = [record for record in found if record.step <= resume_step] if resume_step else []
@@ -248,14 +243,11 @@ class MetricsWriter:
         with writing(self._path):
             write_whole(self._file, _line(record))
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def write_whole(file: RawIOBase, data: bytes) -> None:
