@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.commands.check import check as check
     from megatrain.config.load import load_config as load_config
     from megatrain.config.schema import RunConfig as RunConfig
     from megatrain.engine.base import EvalResult as EvalResult
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from megatrain.planner.run import plan as plan
     from megatrain.run.evaluate import evaluate as evaluate
     from megatrain.run.loop import train as train
+    from megatrain.run.prepare import check as check
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _HOME = {
     "StateSpec": "megatrain.optim.spec",
     "StepResult": "megatrain.engine.base",
     "UserError": "megatrain.errors",
-    "check": "megatrain.commands.check",
+    "check": "megatrain.run.prepare",
     "evaluate": "megatrain.run.evaluate",
     "load_config": "megatrain.config.load",
     "plan": "megatrain.planner.run",

@@ -13,8 +13,7 @@ from huggingface_hub import constants
 import tiny_tokenizer as tiny
 from megatrain.config.schema import DataConfig, SourceConfig
 from megatrain.data import load_data
-from megatrain.data.hub import is_hub_id
-from megatrain.data.sources import find_files
+from megatrain.data.sources import find_files, is_hub_id
 from megatrain.errors import UserError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -18,13 +18,13 @@ import pytest
 from counting import CountingEngine
 from megatrain.checkpoint.export import verify
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete
-from megatrain.commands.check import check
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import StepLoader
 from megatrain.engine.base import StepResult
 from megatrain.errors import NumericStop, UserError
 from megatrain.metrics.record import read_records
 from megatrain.run.loop import train
+from megatrain.run.prepare import check
 from tiny_run import checkpoints, log_of, make, prepare
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from counting import CountingEngine
-from megatrain.commands.check import check
 from megatrain.config.load import load_config
 from megatrain.errors import UserError
 from megatrain.run.folder import RunFolder, RunLock
 from megatrain.run.loop import train
+from megatrain.run.prepare import check
 from tiny_run import config, group_ended, make, prepare
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatrain.commands.check import check
 from megatrain.config.load import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data import packing
@@ -21,6 +20,7 @@ from megatrain.data.load import OpenedData, open_data
 from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.preflight import preflight_data, preflight_model, refuse_unwritable
+from megatrain.run.prepare import check
 from megatrain.units import counted
 
 STREAM_TOKENS, LEAST_TOKENS = 2048, 512

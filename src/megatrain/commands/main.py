@@ -90,7 +90,7 @@ def _with_config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
             train(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "check":
-            from megatrain.commands.check import check
+            from megatrain.run.prepare import check
 
             check(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "plan":

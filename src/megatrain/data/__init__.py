@@ -1,6 +1,6 @@
 """Data: from files to rows of tokens.
 
-sources   files -> records with their places (`hub`: datasets in the local Hugging Face cache)
+sources   files, and datasets in the local Hugging Face cache -> records with their places
 formats   records -> samples (text, chats, prompts, tokens), or why one cannot be used
 render    samples -> text with trained characters -> token ids with masks
 build     sources -> token stores, through a cache (`store`: ids in memory-mapped files)

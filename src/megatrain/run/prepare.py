@@ -20,6 +20,7 @@ from megatrain.engine.parity_check import verify_family, verify_packing
 from megatrain.engine.plan import compute_dtype_of, device_of
 from megatrain.errors import Problems, UserError
 from megatrain.host_memory.available import available_host_bytes
+from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.models.build import build_meta_model
 from megatrain.models.structure import dissect
 from megatrain.models.weights import check_weights
@@ -129,6 +130,18 @@ def prepare(
         past=past_of(run, start, loader, val, steps, allowed),
         checkpoint_bytes=checkpoint_bytes,
     )
+
+
+def check(run: RunConfig, *, resume: str | None = None, allow_changes: Collection[ChangeName] = ()) -> None:
+    """Run every check that `train` (with the same arguments) runs before the first step, and print the findings.
+
+    Raises:
+        UserError, PlanRefused: What would stop `train`, all problems in one error.
+    """
+    quiet_libraries()
+    with RunLogger() as log:
+        prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
+        log.info("all checks passed")
 
 
 def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, PackedRows]:
