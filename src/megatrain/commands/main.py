@@ -121,8 +121,7 @@ def _plan(run: RunConfig, machine: str | None, world: int | None, as_json: bool)
 
         made = plan_run(run, machine_file=machine)
         return plan_json(made) if as_json else plan_text(made)
-    from megatrain.planner.cluster.plan import plan_cluster_run
-    from megatrain.planner.cluster.report import cluster_json, cluster_text
+    from megatrain.planner.cluster.plan import cluster_json, cluster_text, plan_cluster_run
 
     if machine is None:
         remedy = "give --machine FILE (docs/machines/h100-cluster.yaml is one)"

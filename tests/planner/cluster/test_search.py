@@ -14,8 +14,7 @@ from megatrain.engine.mesh.layout import Layout
 from megatrain.errors import PlanRefused
 from megatrain.planner.cluster.candidate import Candidate, Request
 from megatrain.planner.cluster.estimate import allowed_bytes, evaluate
-from megatrain.planner.cluster.plan import evaluate_own, plan_cluster
-from megatrain.planner.cluster.report import cluster_text
+from megatrain.planner.cluster.plan import cluster_text, evaluate_own, plan_cluster
 from megatrain.planner.cluster.search import candidates, layouts, search
 
 Configs = Callable[[str], PreTrainedConfig]

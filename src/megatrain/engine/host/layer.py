@@ -21,10 +21,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams
 from megatrain.engine.host import rng as randomness
-from megatrain.engine.host.activations import MovingTensors, entrance
 from megatrain.engine.host.gradients import GradientFlow
 from megatrain.engine.host.rows import RowChunks
-from megatrain.engine.host.tape import Arguments, ChunkGraph, Form, LayerCall, Tape, tree_flatten, tree_unflatten
+from megatrain.engine.host.tape import (
+    Arguments,
+    ChunkGraph,
+    Form,
+    LayerCall,
+    MovingTensors,
+    Tape,
+    entrance,
+    tree_flatten,
+    tree_unflatten,
+)
 from megatrain.engine.host.weights import WeightStream
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from families import BY_NAME, build
-from megatrain.engine.host.activations import MovingTensors, entrance
+from megatrain.engine.host.tape import MovingTensors, entrance
 from megatrain.host_memory.layout import FlatLayout
 
 
