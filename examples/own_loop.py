@@ -1,11 +1,10 @@
-"""Full-parameter training in a loop of one's own: a `datasets` data set and a data collator of transformers.
+"""Full-parameter training in your own loop, with a `datasets` dataset and a data collator of transformers.
 
     python examples/own_loop.py MODEL DATA.jsonl OUT [STEPS]
 
-For those who come from `transformers.Trainer`: data set, tokenizer, collator, `DataLoader` and learning rate are what they are
-there, and `HostEngine.train_step` stands for forward, backward, clipping and optimizer. A batch is CPU tensors `input_ids`,
-`labels` and `attention_mask` of shape (rows, tokens), labels unshifted, -100 where nothing is to be learnt: what collators
-return.
+If you come from `transformers.Trainer`: dataset, tokenizer, collator, `DataLoader` and learning rate are the same, and
+`HostEngine.train_step` does forward, backward, clipping and the optimizer step. A batch is what collators return: CPU tensors
+`input_ids`, `labels` and `attention_mask` of shape (rows, tokens), labels unshifted, -100 for tokens without a target.
 Gradients are those of the mean over all target tokens of the batch, however many rows it has: there is nothing to accumulate.
 
 DATA.jsonl holds lines like {"text": "..."}. Needs the datasets library: pip install datasets
@@ -38,7 +37,7 @@ def main(model: str, data: str, out: str, steps: int = 20) -> list[float]:
         batched=True,
         remove_columns=rows.column_names,
     )
-    # `mlm=False`: labels are the ids, and -100 on padding. A collator with a prompt mask of its own does as well.
+    # `mlm=False`: labels are the ids, and -100 on padding. A collator that masks prompts works, too.
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     loader: Any = DataLoader(
         rows, batch_size=ROWS, shuffle=True, collate_fn=collator, generator=torch.Generator().manual_seed(0)
@@ -54,13 +53,13 @@ def main(model: str, data: str, out: str, steps: int = 20) -> list[float]:
 
 
 def repeated(loader: Any) -> Any:
-    """Batches without an end, each pass in another order."""
+    """Endless batches; each pass over the data has another order."""
     while True:
         yield from loader
 
 
 def cosine(step: int, steps: int) -> float:
-    """The learning rate of a step, 0 the first."""
+    """The learning rate of a step, counted from 0."""
     return LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 

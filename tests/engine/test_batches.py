@@ -1,4 +1,4 @@
-"""What a batch must look like, and what the runner gets of it."""
+"""Validation of batches, and the form in which engines compute them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def rows(count: int = 2, tokens: int = 6, **more: torch.Tensor) -> dict[str, tor
     return {"input_ids": ids, "labels": ids.clone(), **more}
 
 
-def test_a_plain_batch_passes_as_it_is_and_its_targets_are_counted() -> None:
+def test_a_plain_batch_passes_unchanged_and_its_targets_are_counted() -> None:
     data = rows()
     data["labels"][0, :3] = -100
     out, tokens = checked(data, VOCABULARY)
     assert out.keys() == {"input_ids", "labels"}
     assert torch.equal(out["input_ids"], data["input_ids"])
-    assert tokens == 2 * 5 - 2, "the first token of a row is nobody's target"
+    assert tokens == 2 * 5 - 2, "the first token of a row is no target"
 
 
-def test_empty_places_count_as_left_out() -> None:
+def test_none_counts_as_left_out() -> None:
     out, _ = checked({**rows(), "position_ids": None, "attention_mask": None}, VOCABULARY)  # type: ignore[dict-item]
     assert out.keys() == {"input_ids", "labels"}
 
 
-def test_positions_and_masks_that_say_nothing_are_dropped() -> None:
+def test_default_positions_and_masks_are_dropped() -> None:
     data = rows(position_ids=torch.arange(6).expand(2, 6), attention_mask=torch.ones(2, 6, dtype=torch.int64))
     assert checked(data, VOCABULARY)[0].keys() == {"input_ids", "labels"}
 
 
-def test_positions_and_masks_that_say_something_are_kept() -> None:
+def test_other_positions_and_masks_are_kept() -> None:
     positions, mask = torch.arange(6).expand(2, 6) + 3, torch.ones(2, 6, dtype=torch.int64)
     mask[1, 4:] = 0
     out, _ = checked(rows(position_ids=positions, attention_mask=mask), VOCABULARY)
@@ -112,7 +112,7 @@ def test_the_caller_s_batch_is_not_changed() -> None:
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_cannot_be_trained_on_is_refused_with_its_place(change: dict[str, Any], what: str) -> None:
+def test_a_wrong_value_is_refused_with_its_place(change: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
         checked({**rows(), **change}, VOCABULARY, 20)
     assert caught.value.where is not None
@@ -124,6 +124,6 @@ def test_too_small_batches_are_refused(shape: tuple[int, int]) -> None:
         checked(rows(*shape), VOCABULARY)
 
 
-def test_only_a_table_of_positions_has_an_end() -> None:
+def test_only_a_table_of_positions_limits_them() -> None:
     assert most_positions(GPT2Config(n_positions=77)) == 77
     assert most_positions(LlamaConfig(max_position_embeddings=77)) is None

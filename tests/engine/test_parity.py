@@ -1,4 +1,4 @@
-"""The promise of the host engine: equal to plain Hugging Face + AdamW, family by family, in fp32 on the CPU."""
+"""The host engine equals plain Hugging Face + AdamW, family by family, in fp32 on the CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_gradients(family: Family, kind: str, tie: bool | None = None, **
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_loss_and_gradients_equal_plain_hugging_face(family: Family) -> None:
-    """Rows in two chunks (so that every argument of every family is cut right), padded, logits in token chunks."""
+    """In two microbatches, so that every argument of every family is cut; padded; logits in chunks of tokens."""
     assert_same_gradients(family, "padded", microbatch_rows=2)
 
 

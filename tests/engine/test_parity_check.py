@@ -1,4 +1,4 @@
-"""The parity gate: what it lets through is computed exactly; what it refuses, it refuses in words."""
+"""The parity check accepts what is computed exactly, and refuses everything else with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def verify_family(config: PreTrainedConfig, **options: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_remembered() -> None:
+def _no_answer_is_cached() -> None:
     check.clear_cache()
 
 
@@ -41,14 +41,14 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", CORE, ids=str)
-def test_a_family_off_the_list_is_verified_and_accepted(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_family_is_verified_and_accepted(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     untested(monkeypatch)
     verify_family(config(family))
 
 
 @pytest.mark.parametrize("family", UNUSUAL, ids=str)
-def test_an_unusual_family_is_computed_exactly_or_refused_in_words(family: Family) -> None:
-    """Whatever the gate says, plain Hugging Face agrees."""
+def test_an_unusual_family_is_computed_exactly_or_refused_with_a_reason(family: Family) -> None:
+    """Plain Hugging Face confirms each answer."""
     refusal = refusal_of(lambda: verify_family(config(family)))
     if refusal is None:
         assert streaming_error(family) < 1e-5
@@ -61,7 +61,7 @@ def test_an_unusual_family_is_computed_exactly_or_refused_in_words(family: Famil
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_with_wider_heads_than_others_are_streamed_exactly(packed: bool) -> None:
-    """Gemma 4 as it is published: transformers refuses to read `head_dim` from its config."""
+    """Gemma 4 as published: transformers refuses to read `head_dim` from its config."""
     family = BY_NAME["gemma4_text"]
     family = dataclasses.replace(family, overrides=family.overrides | {"global_head_dim": 32})
     assert streaming_error(family, "packed" if packed else "plain") < 1e-5
@@ -78,8 +78,8 @@ def refusal_of(check: Callable[[], None]) -> UserError | None:
 
 
 @pytest.mark.parametrize("name", ["gemma3n_shared_kv", "gemma4_shared_kv"])
-def test_a_tested_family_with_a_switch_that_no_test_has_is_not_let_through_untested(name: str) -> None:
-    """Layers that share keys and values belong to a listed family; the published checkpoints have them."""
+def test_a_tested_family_with_an_untested_switch_is_verified(name: str) -> None:
+    """Layers that share keys and values: the published checkpoints of a tested family have them."""
     family = BY_NAME[name]
     assert family.model_type in check.TESTED
     tiny = next(tiny_configs(config(family)))
@@ -93,7 +93,7 @@ def test_a_tested_family_with_a_switch_that_no_test_has_is_not_let_through_untes
 
 
 def streaming_error(family: Family, kind: Any = "plain") -> float:
-    """Largest relative difference of any gradient from plain Hugging Face's, rows cut in chunks."""
+    """Largest relative difference of any gradient from plain Hugging Face's, in two microbatches."""
     model, rows = build(family, seed=0), batch(family, seed=1, rows=3, tokens=24, kind=kind)
     want = reference_loss_and_grads(copy.deepcopy(model), rows)
     with host_engine(model, device="cpu", compute_dtype="fp32", threads=1, verify="never", microbatch_rows=2) as engine:
@@ -158,7 +158,7 @@ def test_a_broken_shell_is_refused(breakage: Any, what: str, monkeypatch: pytest
     assert caught.value.where == "model type granite"
 
 
-def test_an_engine_error_that_is_no_answer_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_engine_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise MegatrainError("the machine is full")
 
@@ -181,7 +181,7 @@ def test_a_near_tie_in_one_batch_is_no_difference(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 3, "once to see that the copy runs, once for each batch"
 
 
-def test_the_answer_is_remembered_for_a_config_and_asked_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_cached_per_config(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     tiny_model = check.tiny_model
     monkeypatch.setattr(check, "tiny_model", lambda c, *a: (asked.append(c), tiny_model(c, *a))[1])
@@ -194,7 +194,7 @@ def test_the_answer_is_remembered_for_a_config_and_asked_again_for_another(monke
     assert len(asked) == 3
 
 
-def test_the_caller_s_random_state_and_config_stay_as_they_were() -> None:
+def test_the_caller_s_random_state_and_config_are_unchanged() -> None:
     asked_for = config(BY_NAME["gpt2"], dropout=0.1)
     before, fields = torch.get_rng_state(), asked_for.to_dict()
     verify_family(asked_for)
@@ -245,20 +245,18 @@ def test_tables_as_wide_as_a_head_are_kept_by_a_copy_with_full_heads() -> None:
     verify_family(full)
 
 
-def test_a_config_that_does_not_scale_down_is_refused_off_the_list_and_trusted_on_it(
+def test_a_config_that_does_not_scale_down_is_refused_unless_its_family_is_tested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
-        raise KeyError("a size nobody knows")
+        raise KeyError("an unknown size")
 
     monkeypatch.setattr(check, "_build", fails)
     with caplog.at_level(logging.WARNING):
         verify_family(config(BY_NAME["llama"]))
     assert "its parity is part of the test suite" in caplog.text
     untested(monkeypatch)
-    with pytest.raises(
-        UserError, match=r"no tiny copy .* runs in plain Hugging Face \(KeyError: 'a size nobody knows'\)"
-    ):
+    with pytest.raises(UserError, match=r"no tiny copy .* runs in plain Hugging Face \(KeyError: 'an unknown size'\)"):
         verify_family(config(BY_NAME["llama"]))
     with pytest.raises(UserError, match="nothing is known of packed rows"):
         verify_packing(config(BY_NAME["llama"]))
@@ -274,11 +272,13 @@ def test_a_copy_that_stays_large_is_not_built(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("family", FAMILIES + UNUSUAL, ids=str)
-def test_packing_is_allowed_exactly_where_transformers_keeps_documents_apart(family: Family) -> None:
-    """CASES 32. `packable` is measured by other code on other models and batches."""
+def test_packing_is_accepted_exactly_where_transformers_keeps_documents_apart(family: Family) -> None:
+    """`packable` is measured by other code on other models and batches."""
     asked_for = config(family)
     if family.name == "deepseek_v32":
-        asked_for.index_topk = 2048  # chooses among equal scores by their place in the row; see the gate's DOCUMENTS
+        asked_for.index_topk = (
+            2048  # chooses among equal scores by their place in the row; see DOCUMENTS in parity_check.py
+        )
     refusal = refusal_of(lambda: verify_packing(asked_for, attn_implementation=family.attention))
     if "packing_varies" not in family.tags:
         assert (refusal is None) == family.packable
@@ -289,7 +289,7 @@ def test_packing_is_allowed_exactly_where_transformers_keeps_documents_apart(fam
         assert "data.packing: false" in refusal.remedy
 
 
-def test_packing_is_asked_once_for_a_config_and_an_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_verified_once_per_config_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     error = check._packing_error
     monkeypatch.setattr(check, "_packing_error", lambda model: (asked.append(1), error(model))[1])
@@ -305,13 +305,13 @@ def test_packing_takes_well_under_a_second_of_a_core() -> None:
     assert time.process_time() - started < 1.0
 
 
-def test_an_attention_that_this_machine_lacks_says_so() -> None:
+def test_an_attention_that_this_machine_lacks_is_named() -> None:
     with pytest.raises(UserError, match=r"runs in plain Hugging Face \(ImportError: FlashAttention2"):
         verify_packing(config(BY_NAME["llama"]), attn_implementation="flash_attention_2")
 
 
 def test_documents_that_leak_a_little_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tolerance is far below any real leak: one in a thousand of another document's states is enough."""
+    """The tolerance is far below any real leak: a thousandth of another document's states is found."""
     tiny_model = check.tiny_model
 
     def leaking(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An engine that only counts, for tests of the training loop."""
+"""A trivial engine, for tests of the training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.engine.base import Batch, Engine, EvalResult, StepResult
 
 
 class Saved:
-    """A save that has ended."""
+    """A finished save."""
 
     def done(self) -> bool:
         return True
@@ -32,7 +32,7 @@ class Saved:
 
 
 class CountingEngine(Engine):
-    """Its one weight moves with each step; its loss depends on the weight and on every token of the batch."""
+    """Its only weight changes in each step; its loss depends on the weight and on every token of the batch."""
 
     def __init__(
         self,

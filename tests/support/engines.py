@@ -1,4 +1,4 @@
-"""`host_engine`: a HostEngine from flat keywords, those of its plan, its debug settings and its own side by side."""
+"""`host_engine`: a HostEngine from one flat set of keywords, for the engine, its plan and its debug settings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ POLICIES = ("keep", "selective", "keep_attention", "keep_mlp")
 
 
 def host_engine(model: Any, **words: Any) -> HostEngine:
-    """The engine for `words`: see `plan_of`; `Debug` fields; all others are HostEngine's."""
+    """An engine. Keywords are those of `plan_of`, fields of `Debug`, or arguments of `HostEngine`."""
     rest = {name: words.pop(name) for name in list(words) if name not in (*PLAN, *POLICIES, "resident")}
     debug = {name: rest.pop(name) for name in list(rest) if name in DEBUG}
     return HostEngine(model, plan_of(**words), **rest, **({"debug": Debug(**debug)} if debug else {}))
 
 
 def plan_of(**words: Any) -> ExecutionPlan:
-    """A plan from its fields, and from `resident` (unit names or "all") and, by policy, layers or "all": `keep=[0, 1]`;
-    layers or "all" for `offload_input`, too."""
+    """A plan. Keywords are its fields, `resident` (unit names or "all") and policies (layers or "all": `keep=[0, 1]`).
+
+    `offload_input` takes layers or "all", too.
+    """
     if (resident := words.pop("resident", None)) is not None:
         words["placement"] = "device" if resident == "all" else dict.fromkeys(resident, "device")
     if (offload := words.get("offload_input")) is not None:

@@ -1,9 +1,9 @@
-"""The families the parity tests run over: one tiny, randomly weighted model per architecture of transformers.
+"""Model families of the parity tests: one tiny, random model per architecture of transformers.
 
-A family is a model type plus what its config needs to be small and still show every kind of layer it has. `build` makes
-the model with weights that leave no part of it negligible, `batch` makes the rows to run through it; both are pure
-functions of their arguments. `FAMILIES` are the ones whose layers hand on hidden states and nothing else; `UNUSUAL` are
-those whose layers share weights, keys or values, or are not one stack of `num_hidden_layers` entries.
+A family is a model type with the config values that make it small but keep every kind of its layers. `build` makes a model
+whose weights leave no part of it negligible, `batch` makes rows for it; both depend on their arguments alone. `FAMILIES` are
+those whose layers pass on hidden states and nothing else; in `UNUSUAL` ones layers share weights, keys or values, or are not a
+stack of `num_hidden_layers` entries.
 
 Run this file to see which families build and run under the installed transformers:
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 PAD, BOS, EOS = 0, 1, 2
-VOCAB = 251  # prime: nothing that splits the vocabulary into equal parts fits
+VOCAB = 251  # prime, so that no split into equal parts fits
 NO_TARGET = -100
 
 Kind = Literal["plain", "padded", "masked", "packed"]
@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = ("plain", "padded", "masked", "packed")
 TAGS = {
     "dense": "one MLP per layer",
     "moe": "routed experts",
-    "sliding": "some layers see a window of a few tokens only",
+    "sliding": "some layers attend to a window of a few tokens",
     "nope": "some layers have no positions",
     "absolute": "learnt or sinusoidal positions added to the embedding",
     "alibi": "positions as an attention bias",
@@ -45,10 +45,10 @@ TAGS = {
     "linear": "linear attention, state space or convolution layers",
     "dropout": "dropout on embedding or residual (nearly all families have it on attention)",
     "jitter": "noise on the router's input during training",
-    "idle_expert": "expert 0 of every router is so disliked that no token reaches it",
+    "idle_expert": "no token reaches expert 0 of any router",
     "frozen": "has parameters with requires_grad=False",
     "no_gradient": "has trainable parameters that autograd never reaches",
-    "packing_varies": "keeps packed documents apart in some releases of transformers only",
+    "packing_varies": "keeps packed documents apart only in some releases of transformers",
     "shared_weights": "layers share modules with each other",
     "shared_kv": "layers use keys and values of earlier layers",
     "no_stack": "no ModuleList of num_hidden_layers entries",
@@ -62,12 +62,12 @@ class Family:
     Attributes:
         name: Unique; the pytest id.
         model_type: Key of `transformers.CONFIG_MAPPING`.
-        overrides: Config values beside (or instead of) those of `SMALL`.
-        packable: Plain transformers keeps packed documents apart when it gets restarting `position_ids` and no mask, in
-            every supported release. Measured; `test_reference.py` keeps it true.
-        tags: What the family is good for in a selection, see `TAGS`.
-        attention: The implementation asked for; `eager` only where transformers has no sdpa for the family.
-        ties: The values of `tie_word_embeddings` that the family honours.
+        overrides: Config values that override those of `SMALL`.
+        packable: Whether plain transformers keeps packed documents apart when it gets restarting `position_ids` and no mask, in
+            every supported release; verified by `test_reference.py`.
+        tags: Properties by which tests select families, see `TAGS`.
+        attention: Attention implementation; `eager` only where transformers has no sdpa for the family.
+        ties: Values of `tie_word_embeddings` that the family honours.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _family(
     return Family(name, of or name, overrides, packable, words, attention, ties)
 
 
-# Every family takes those of these keys that its config class declares.
+# Each family uses the keys that its config class declares.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -462,15 +462,15 @@ def build(
     dropout: float = 0.0,
     jitter: float = 0.0,
 ) -> PreTrainedModel:
-    """A model in train mode with weights that make every part of it matter; deterministic in its arguments.
+    """A model in train mode whose weights leave no part of it negligible; depends on its arguments alone.
 
     Args:
-        family: What to build.
-        seed: Of all random numbers; the global generator is left as it was.
-        dtype: Of the parameters; buffers keep the type their model gives them.
-        tie: `tie_word_embeddings`, one of `family.ties`; None takes the family's own default.
+        family: The family.
+        seed: Seed of all random numbers; the global generator is restored.
+        dtype: Type of the parameters; buffers keep the model's.
+        tie: `tie_word_embeddings`, one of `family.ties`; None: the family's default.
         dropout: Probability of every dropout on embedding, residual, attention and activation.
-        jitter: Width of the routers' noise. With both zero the forward is deterministic.
+        jitter: Width of the routers' noise. If both are zero, the forward is deterministic.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -483,33 +483,33 @@ def build(
 
 @torch.no_grad()
 def _roughen(model: PreTrainedModel, idle_expert: bool) -> None:
-    """Moves what transformers initialises to a constant (norms and scales to one, biases and router biases to zero) off
-    it, so that leaving any of it out changes the loss."""
-    state = model.state_dict(keep_vars=True)  # persistent buffers only: rotary tables stay what they are
+    """Perturb everything that transformers initialises to a constant (norms and scales to one, biases to zero), so that leaving
+    any of it out changes the loss."""
+    state = model.state_dict(keep_vars=True)  # persistent buffers only, not rotary tables
     scalars = {name: b for name, b in model.named_buffers() if name in state and name.endswith(("bias", "scalar"))}
     for name, tensor in [*model.named_parameters(), *scalars.items()]:
         if tensor.ndim < 2 or not tensor.any():
             tensor += 0.1 * torch.randn_like(tensor)
         if name.endswith("A_log"):
-            tensor -= 2.0  # slow decay: the state of a token still counts at the end of a short row
+            tensor -= 2.0  # slow decay: a token's state still matters at the end of a short row
         if tensor.shape[:1] == (VOCAB,) and tensor.ndim == 2:
-            # A padding row of zeros has no direction: families that divide by a magnitude make NaN of its gradient.
+            # Families that divide by a magnitude get NaN gradients from a padding row of zeros.
             tensor[PAD] = 0.1 * torch.randn_like(tensor[PAD])
         if idle_expert and name.endswith(ROUTER_BIASES):
             tensor[..., 0] = -30.0
 
 
 def batch(family: Family, seed: int, rows: int, tokens: int, kind: Kind = "plain") -> dict[str, Tensor]:
-    """Rows of random tokens, a part of them without a target; deterministic in its arguments.
+    """Rows of random tokens, some of them without a target; depends on its arguments alone.
 
     Args:
-        family: Whose vocabulary to draw from.
-        seed: Of all random numbers; the global generator is not touched.
+        family: Its vocabulary is used.
+        seed: Seed of all random numbers; the global generator is not used.
         rows: B.
         tokens: T, at least 8.
         kind: `plain` full rows; `padded` rows of unequal length, padded on the right; `masked` the same rows with an
-            `attention_mask`; `packed` several documents per row, `document_ids` counting them and `position_ids`
-            restarting, the tail of each row a document of padding.
+            `attention_mask`; `packed` several documents per row with `document_ids` and restarting `position_ids`, the tail of
+            each row a document of padding.
 
     Returns:
         int64 tensors of shape (B, T): `input_ids`, `labels` (unshifted, -100 = no target) and those of the kind.
@@ -549,7 +549,7 @@ def batch(family: Family, seed: int, rows: int, tokens: int, kind: Kind = "plain
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints one line per family: how large it is, and whether and how fast it builds and runs."""
+    """Print one line per family: its size, and whether and how fast it builds and runs."""
     transformers.logging.set_verbosity_error()
     print(f"transformers {transformers.__version__}, torch {torch.__version__}")
     failed = 0

@@ -1,4 +1,4 @@
-"""Models of the family table in a host store, for the tests of weights, initialisation and checkpoints."""
+"""Models of the family table in a host store, for tests of weights, initialisation and checkpoints."""
 
 from __future__ import annotations
 

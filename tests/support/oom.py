@@ -1,4 +1,4 @@
-"""Running out of device memory on purpose: at any operation of torch that makes a tensor, wherever in the program it stands."""
+"""Device OOM on purpose, at any torch operation that makes a tensor, wherever it is called."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Site = str
-"""The function of megatrain that allocates, by itself or through autograd and HF's code: `engine/host/step.py _head`."""
+"""The function of megatrain that allocates, by itself or through autograd and HF's code: `engine/host/head.py backward`."""
 HOST = ("engine/batches.py", "engine/objective.py find_targets", "elsewhere")
-"""Where tensors are made on the host whatever the device."""
+"""Sites that make host tensors on any device."""
 
 
 class Allocations(TorchDispatchMode):
-    """Counts allocations by site, and lets one of them fail.
+    """Counts allocations by site, and makes one of them fail.
 
     Args:
         fail: (site, its n-th allocation from 1), None to count only.
-        device: Type of the device whose memory ends.
+        device: Type of the device that runs out of memory.
 
     Attributes:
         seen: Allocations of each site.
-        failed: Whether it has.
+        failed: Whether the chosen allocation has failed.
     """
 
     def __init__(self, fail: tuple[Site, int] | None = None, device: str = "cpu"):

@@ -1,7 +1,7 @@
-"""The slow side of every parity test: plain transformers, plain autograd, plain torch optimizers. Nothing of megatrain.
+"""The slow reference of every parity test: plain transformers, autograd and torch optimizers, nothing of megatrain.
 
-A packed batch goes in as transformers documents it: `position_ids` that restart at every document and no
-`attention_mask`. `document_ids` are not an argument of any transformers model; they serve `separate_documents_loss`.
+Packed batches are passed as transformers documents it: `position_ids` that restart with each document, and no `attention_mask`.
+No transformers model takes `document_ids`; `separate_documents_loss` does.
 
 Legend: B rows, T tokens per row, V vocabulary.
 """
@@ -22,12 +22,12 @@ NO_TARGET = -100
 
 @dataclass(frozen=True)
 class Reference:
-    """Loss of a batch and, unless only the loss was asked for, the gradient of every parameter by its HF name.
+    """Loss of a batch and, unless only the loss was computed, the gradient of every parameter by its HF name.
 
     Attributes:
         loss: Mean cross entropy over target tokens.
         tokens: Number of target tokens.
-        gradients: None where autograd never reached the parameter (an expert without a token).
+        gradients: None for parameters that autograd did not reach (an expert without a token).
     """
 
     loss: float
@@ -44,10 +44,10 @@ def forward_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor
     """Plain forward of the whole model.
 
     Returns:
-        The sum of cross entropies over target tokens, of fp32 logits (fp64 ones stay fp64), and the number of these.
+        Sum of cross entropies over target tokens, of fp32 logits (fp64 ones stay fp64), and the number of target tokens.
 
     Raises:
-        ValueError: The batch is packed and the model has no `position_ids`: it would quietly mix the documents.
+        ValueError: The batch is packed and the model has no `position_ids`, so it would silently mix the documents.
     """
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
     if "position_ids" in inputs and not accepts_positions(model):
@@ -62,7 +62,7 @@ def forward_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor
 
 
 def reference_loss(model: nn.Module, batch: dict[str, Tensor]) -> Reference:
-    """The loss alone, without a graph, in the mode (train or eval) that the model is in."""
+    """The loss alone, without a graph, in the model's current mode (train or eval)."""
     with torch.no_grad():
         loss_sum, tokens = forward_loss_sum(model, batch)
     return Reference(loss=(loss_sum / tokens).item(), tokens=tokens)
@@ -82,9 +82,9 @@ def reference_loss_and_grads(model: nn.Module, batch: dict[str, Tensor]) -> Refe
 def gradient_error(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> tuple[float, str]:
     """The largest difference of any gradient relative to its norm, and the name of that parameter.
 
-    A norm below a tenth of what the parameter's size would give it at the model's mean square counts as that tenth:
-    some gradients are zero in exact arithmetic (a key bias shifts all scores of a softmax alike), or differences of
-    large terms, and hold rounding noise only. A missing gradient counts as zeros, on either side.
+    The norm counts as at least a tenth of what a parameter of this size has at the model's mean square: some gradients are zero
+    in exact arithmetic (a key bias shifts all scores of a softmax alike) or differences of large terms, and so rounding noise. A
+    missing gradient counts as zeros, on either side.
     """
     total = sum(g.double().square().sum().item() for g in want.values() if g is not None)
     count = sum(g.numel() for g in want.values() if g is not None)
@@ -113,7 +113,7 @@ def document_spans(batch: dict[str, Tensor]) -> list[tuple[int, int, int]]:
 
 
 def separate_documents_loss(model: nn.Module, batch: dict[str, Tensor]) -> Reference:
-    """The loss of a packed batch with each document run through the model alone: what packing must not change."""
+    """The loss of a packed batch with each document computed alone, which packing must not change."""
     total, tokens = 0.0, 0
     with torch.no_grad():
         for row, start, stop in document_spans(batch):
@@ -125,8 +125,8 @@ def separate_documents_loss(model: nn.Module, batch: dict[str, Tensor]) -> Refer
 
 
 def packing_error(model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """How far packing moves the logits of any document, relative to the largest logit. Rounding noise where plain
-    transformers keeps documents apart; infinite where the model has no `position_ids` to tell them apart by."""
+    """Largest change of any document's logits by packing, relative to the largest logit: rounding noise if plain transformers
+    keeps documents apart, infinite if the model has no `position_ids` to tell them apart."""
     if not accepts_positions(model):
         return math.inf
     with torch.no_grad():
@@ -144,7 +144,7 @@ class ReferenceTrainer:
 
     Args:
         model: Trained in place.
-        learning_rate: Used by steps that do not bring their own.
+        learning_rate: Default for steps that are given none.
         betas: Of AdamW.
         eps: Of AdamW.
         weight_decay: Of parameters with two dimensions or more.
@@ -172,8 +172,8 @@ class ReferenceTrainer:
     def step(self, batch: dict[str, Tensor], learning_rate: float | None = None) -> tuple[float, float]:
         """One update. Returns the loss and the global gradient norm before clipping.
 
-        A parameter that autograd did not reach counts as one with a zero gradient: its moments fade and its weight
-        decays, so that an update does not depend on which experts the batch happened to use.
+        A parameter that autograd did not reach has a zero gradient: its moments fade and its weight decays, so that an update
+        does not depend on which experts the batch used.
         """
         if learning_rate is not None:
             for group in self.optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The ground of the parity tests is what it claims to be: families, batches and the plain reference."""
+"""Tests of the parity tests' own foundation: families, batches and the plain reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def having(tag: str) -> list[Family]:
 # Trainable parameters whose gradient transformers leaves out, or makes exactly zero, by name.
 WITHOUT_GRADIENT = {
     "deepseek_v32": ".indexer.",  # the choice of keys is not differentiable
-    "phimoe": ".mlp.router.weight",  # without jitter only the best expert is weighed, always by one
+    "phimoe": ".mlp.router.weight",  # without jitter only the best expert has a weight, always one
 }
 
 
@@ -221,8 +221,8 @@ def test_gradient_error() -> None:
 
 
 def test_gradient_error_of_rounding_alone_is_small() -> None:
-    """Rows one by one against all at once: what any engine that works in chunks must be allowed. `opt` and `ctrl` have
-    gradients that are zero in exact arithmetic."""
+    """Rows one by one against all at once: the difference that any engine with microbatches must be allowed. `opt` and `ctrl`
+    have gradients that are zero in exact arithmetic."""
     for name in ("llama", "opt", "ctrl", "qwen3_next", "gpt_oss"):
         model, rows = build(BY_NAME[name], seed=0), batch(BY_NAME[name], seed=1, rows=3, tokens=23)
         whole, total = reference_loss_and_grads(model, rows), {}
@@ -234,7 +234,7 @@ def test_gradient_error_of_rounding_alone_is_small() -> None:
 
 
 def test_trainer_takes_adamw_steps_with_two_groups_and_a_clip() -> None:
-    """Against AdamW's formula, written out; `ernie4_5_moe` has frozen parameters, `deepseek_v32` unreached ones."""
+    """Against AdamW's formula; `ernie4_5_moe` has frozen parameters, `deepseek_v32` unreached ones."""
     betas, eps, decay, rate = (0.8, 0.9), 1e-6, 0.1, 1e-2
     for name in ("ernie4_5_moe", "deepseek_v32"):
         family = BY_NAME[name]

@@ -1,6 +1,6 @@
 """CPU streams that log queued work and waits in order.
 
-A CPU runs everything at once, so results do not show the order of events; the log does.
+A CPU runs everything at once, so results do not depend on the order of events; the log shows it.
 """
 
 from __future__ import annotations

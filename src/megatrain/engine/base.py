@@ -124,7 +124,7 @@ class Engine(ABC):
 
     @abstractmethod
     def eval_step(self, batch: Batch) -> EvalResult:
-        """Loss of a batch in evaluation mode. Changes no state, nor what later training steps compute."""
+        """Loss of a batch in evaluation mode. Changes no state, and no later training step."""
 
     @abstractmethod
     def save(
@@ -199,7 +199,7 @@ class Engine(ABC):
         """Block until the updates of the latest step are applied and the device is idle."""
 
     def counters(self) -> dict[str, int | float | str]:
-        """Counts, bytes and seconds of the latest step, for diagnosis; the keys depend on the engine."""
+        """Counts and bytes of the latest step, for diagnosis; the keys depend on the engine."""
         return {}
 
     def step_over_ranks(self) -> MeshRecord | None:
@@ -244,13 +244,13 @@ class Engine(ABC):
 
 
 def check_learning_rate(learning_rate: float | None) -> None:
-    """Raise a UserError for what is no learning rate; None is the optimizer's own."""
+    """Raise a UserError unless it is a number of at least 0, or None (the optimizer's own)."""
     if learning_rate is not None and not (isinstance(learning_rate, int | float) and 0 <= learning_rate < math.inf):
         raise UserError(f"learning_rate = {learning_rate!r} is not a number of at least 0", "train_step")
 
 
 def skip_reason(loss: float, norm: float) -> str | None:
-    """The finite guard: why an update with this loss and this gradient norm is skipped; None where it is not."""
+    """Why an update is skipped because its loss or gradient norm is not finite; None if both are."""
     if not math.isfinite(loss):
         return "loss is not finite"
     return None if math.isfinite(norm) else "gradient norm is not finite"
@@ -273,10 +273,10 @@ def config_of(model: str | Path | nn.Module, trust_remote_code: bool) -> Any:
 def build_model(
     model: str | Path | nn.Module, config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str | None
 ) -> Any:
-    """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or what a folder's config describes.
+    """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or built from a folder's config.
 
     Raises:
-        UserError: The config asks for something that no engine gives, or transformers cannot build it.
+        UserError: The config asks for a router loss, which no engine computes, or transformers cannot build it.
     """
     in_memory = isinstance(model, nn.Module)
     refuse_router_loss(config, f"a {config.model_type} model in memory" if in_memory else str(model))

@@ -1,4 +1,4 @@
-"""What a training step promises, on the CPU: sums, guards, isolation, recovery. Named after CASES where one exists."""
+"""Training steps of the host engine on the CPU: sums, guards, isolation, recovery from errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize(("accumulation_steps", "microbatch_rows"), [(1, 8), (2, 4), (8, 1), (4, 1), (3, 2)])
 def test_accumulation_equals_one_large_batch(accumulation_steps: int, microbatch_rows: int) -> None:
-    """CASES 1, 2: loss, norm, gradients and weights of 1x8, 2x4, 8x1 rows of unequal lengths are those of plain HF."""
+    """Loss, norm, gradients and weights of 1 x 8, 2 x 4, 8 x 1 rows of unequal lengths are those of plain HF."""
     model, data = build(LLAMA, seed=0), rows_of(rows=8)
     want = reference_loss_and_grads(copy.deepcopy(model), data)
     reference = ReferenceTrainer(copy.deepcopy(model), learning_rate=1e-4, eps=1e-4)
@@ -81,7 +81,6 @@ def test_accumulation_equals_one_large_batch(accumulation_steps: int, microbatch
 
 
 def test_a_partial_step_is_divided_by_its_own_token_count() -> None:
-    """CASES 3."""
     model, data = build(LLAMA, seed=0), rows_of(rows=3)
     want = reference_loss_and_grads(copy.deepcopy(model), data)
     with engine_of(model, accumulation_steps=2, microbatch_rows=1) as engine:
@@ -90,7 +89,6 @@ def test_a_partial_step_is_divided_by_its_own_token_count() -> None:
 
 
 def test_a_step_without_targets_changes_nothing() -> None:
-    """CASES 4."""
     data = rows_of()
     data["labels"] = torch.full_like(data["labels"], -100)
     with engine_of(build(LLAMA, seed=0)) as engine:
@@ -115,7 +113,7 @@ def test_some_rows_without_targets_do_not_disturb_the_others() -> None:
 
 
 def test_rows_as_many_as_tokens_are_cut_along_the_rows() -> None:
-    """Sizes do not tell rows from tokens here; the probe does."""
+    """Sizes do not tell rows from tokens here; probing does."""
     model, data = build(LLAMA, seed=0), rows_of(rows=12, tokens=12, kind="packed")
     want = reference_loss_and_grads(copy.deepcopy(model), data)
     with engine_of(model, microbatch_rows=5) as engine:
@@ -129,7 +127,7 @@ def test_rows_as_many_as_tokens_are_cut_along_the_rows() -> None:
 
 
 def test_tiny_learning_rates_move_bf16_weights_as_fp32_would() -> None:
-    """CASES 5: lr 1e-6 for 100 steps; the weights start as bf16 values and every step is lost in a bf16 master."""
+    """100 steps at a learning rate of 1e-6, from weights that are bf16 values: a bf16 master would lose every step."""
     model = build(LLAMA, seed=0).bfloat16().float()
     data, optim = rows_of(rows=2, tokens=8), AdamW(learning_rate=1e-6)
     reference = ReferenceTrainer(copy.deepcopy(model), learning_rate=1e-6)
@@ -151,7 +149,7 @@ def test_tiny_learning_rates_move_bf16_weights_as_fp32_would() -> None:
 
 
 def test_buffers_keep_their_type_and_long_positions_match() -> None:
-    """CASES 7: rotary tables stay fp32 under bf16 compute; the loss at positions around 32k equals plain HF's."""
+    """Rotary tables stay fp32 under bf16 compute: the loss at positions around 32k equals plain HF's."""
     model = build(LLAMA, seed=0)
     data = rows_of(rows=2, tokens=16, kind="plain")
     data["position_ids"] = torch.arange(32752, 32768).expand(2, 16).contiguous()
@@ -167,8 +165,7 @@ def test_buffers_keep_their_type_and_long_positions_match() -> None:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_step_that_is_not_finite_changes_no_byte(where: str, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 6."""
+def test_a_non_finite_step_changes_no_byte(where: str, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(build(LLAMA, seed=0), compute_dtype=compute) as engine:
         engine.train_step(rows_of(0))
         before = state_bytes(engine)
@@ -212,7 +209,7 @@ def test_fp16_overflow_lowers_the_loss_scale_and_skips(monkeypatch: pytest.Monke
 
 
 def test_a_step_seeds_no_device_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers as torch.manual_seed; but other devices' generators are the caller's, and nobody would set them back."""
+    """The same numbers as torch.manual_seed, without seeding other devices, which nobody would restore."""
     asked = []
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         monkeypatch.setattr(kind, "manual_seed_all", lambda seed: asked.append(seed))
@@ -224,7 +221,7 @@ def test_a_step_seeds_no_device_but_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_dropout_of_the_forward_is_replayed_in_the_recompute() -> None:
-    """CASES 11: plain HF draws the same masks from the same seed, and its backward uses those of its forward."""
+    """Plain HF draws the same masks from the same seed, and its backward uses those of its forward."""
     family = BY_NAME["gpt2"]
     model, data = build(family, seed=0, dropout=0.3), batch(family, seed=0, rows=3, tokens=16)
     with randomness.seeded(torch.device("cpu"), 5, 0):
@@ -251,7 +248,7 @@ def test_router_jitter_is_replayed_in_the_recompute() -> None:
 
 @pytest.mark.parametrize("microbatch_rows", [None, 1])
 def test_evaluation_between_two_steps_changes_nothing(microbatch_rows: int | None) -> None:
-    """CASES 12, with dropout: bit for bit; also where the evaluation is the first to ask which arguments go with the rows."""
+    """Bit for bit, with dropout; also if the evaluation is the first to probe the row axes."""
     family = BY_NAME["gpt2"]
     weights = []
     for evaluate in (False, True):
@@ -267,7 +264,7 @@ def test_evaluation_between_two_steps_changes_nothing(microbatch_rows: int | Non
 
 
 def test_evaluation_equals_plain_hugging_face_in_evaluation_mode() -> None:
-    """CASES 20 on the side of numbers: chunked scalar sums are the loss."""
+    """The sum over chunks of tokens is the loss."""
     family = BY_NAME["gpt2"]
     model, data = build(family, seed=0, dropout=0.3), batch(family, seed=0, rows=3, tokens=16, kind="padded")
     want = reference_loss(copy.deepcopy(model).eval(), data)
@@ -280,7 +277,7 @@ def test_evaluation_equals_plain_hugging_face_in_evaluation_mode() -> None:
 # ------------------------------------------------------------------ routes
 
 
-def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
+def test_a_fused_update_equals_one_from_a_gradient_plane() -> None:
     weights = []
     for options in ({}, {"gradient_plane": False, "gradient_slabs": 2}):
         optim = AdamW(learning_rate=1e-3, max_grad_norm=None)
@@ -342,8 +339,8 @@ def test_placement_and_activation_policy_do_not_change_a_bit(
 
 @pytest.mark.parametrize("kept", [(), "all"])
 @pytest.mark.parametrize("microbatch_rows", [2, 4])
-def test_an_offloaded_input_is_let_go_at_once(microbatch_rows: int, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a layer's input goes to the host, only the latest one before it may still be alive on the device."""
+def test_an_offloaded_input_is_freed_at_once(microbatch_rows: int, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer's input is offloaded, only the input before it may still be alive on the device."""
     sent: list[StorageWeakRef] = []
     alive: list[int] = []
     put = InputStore.put
@@ -377,7 +374,7 @@ def test_planes_take_twelve_bytes_a_parameter() -> None:
 
 
 def test_an_error_of_a_background_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 18: within a second, with its traceback."""
+    """Within a second, with its traceback."""
     engine = engine_of(build(LLAMA, seed=0))
 
     def dies(*_: Any) -> None:
@@ -398,7 +395,7 @@ def test_an_error_of_a_background_thread_reaches_the_caller(monkeypatch: pytest.
 def test_after_an_error_in_the_middle_of_a_step_the_engine_goes_on(
     error: type[BaseException], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 19: forward and backward calls of a layer; the next steps equal those of an undisturbed run, bit for bit."""
+    """In forward and backward calls of a layer; the next steps equal those of an undisturbed run, bit for bit."""
     weights = []
     for disturbed in (False, True):
         with engine_of(build(LLAMA, seed=0), optim=AdamW(learning_rate=1e-3)) as engine:
@@ -425,10 +422,10 @@ def _fail_at(call: int, error: type[BaseException], patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("place", ["call_layer", "logits", "begin_layer", "hidden_states", "send_edge"])
-def test_out_of_memory_anywhere_in_a_step_is_tried_again_denser(
+def test_after_oom_anywhere_in_a_step_it_is_retried_with_a_reduced_plan(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At every call of that kind: the run equals, bit for bit, one that was planned with the denser setting."""
+    """At every call of that kind: the run equals, bit for bit, one that started with the reduced plan."""
     options = {"microbatch_rows": 4, "head_chunk_tokens": 16, "optim": AdamW(learning_rate=1e-3)}
     with engine_of(build(LLAMA, seed=0), **{**options, "microbatch_rows": 2}) as planned:
         results = [planned.train_step(rows_of(step)).loss for step in range(2)]
@@ -455,7 +452,7 @@ def test_out_of_memory_anywhere_in_a_step_is_tried_again_denser(
             assert_same(weights_of(engine), want)
 
 
-def test_the_ladder_ends_with_a_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_reduction_helps_the_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(build(LLAMA, seed=0), keep="all", head_chunk_tokens=128) as engine:
 
         def always(*_: Any) -> None:
@@ -489,8 +486,8 @@ def test_a_bad_learning_rate_is_refused_and_changes_nothing(rate: Any) -> None:
         assert state_bytes(engine) == before
 
 
-def test_the_loss_of_a_router_is_refused_wherever_the_model_comes_from(tmp_path: Path) -> None:
-    """Layers that stream give no router logits: the loss would be another one than the config asks for."""
+def test_a_router_loss_is_refused_for_models_in_folders_and_in_memory(tmp_path: Path) -> None:
+    """Streamed layers return no router logits, so the loss would not be what the config asks for."""
     model = build(BY_NAME["mixtral"], seed=0)
     model.config.output_router_logits = True
     model.save_pretrained(tmp_path / "folder")
@@ -511,8 +508,8 @@ def test_the_loss_of_a_router_is_refused_wherever_the_model_comes_from(tmp_path:
     ],
     ids=["linear", "wrapped", "number", "headless", "bert", "t5"],
 )
-def test_what_is_no_causal_language_model_is_refused(model: Any, what: str) -> None:
-    """Each with what was found; the masked model would train to another purpose without a word."""
+def test_other_models_than_causal_language_models_are_refused(model: Any, what: str) -> None:
+    """Each by its name; a masked language model would silently be trained for another task."""
     with pytest.raises(UserError, match=what):
         engine_of(model)
 
@@ -529,7 +526,7 @@ def test_a_frozen_layer_is_trained_around() -> None:
         assert torch.equal(weights[name], parameter) == name.startswith("model.layers.1."), name
 
 
-def test_a_second_thread_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     computing, let_go, compute = threading.Event(), threading.Event(), Shell.call_layer
 
     def held(*args: Any) -> Any:
@@ -561,7 +558,7 @@ def test_a_checkpoint_of_a_model_that_computes_something_else_is_refused(tmp_pat
         engine.load(tmp_path / "saved")
 
 
-def test_a_closed_engine_says_so() -> None:
+def test_a_closed_engine_refuses_every_call() -> None:
     engine = engine_of(build(LLAMA, seed=0))
     engine.close()
     engine.close()
@@ -609,7 +606,7 @@ def test_positions_that_do_not_restart_with_the_documents_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "isolates"), [("llama", True), ("gpt_oss", False)])
 def test_packed_rows_are_refused_for_a_family_that_mixes_documents(name: str, isolates: bool) -> None:
-    """CASES 32: at the first packed batch, also of an engine made from a model in memory; other rows go on."""
+    """At the first packed batch, also of a model in memory; other rows are trained."""
     family = BY_NAME[name]
     packed = batch(BY_NAME["llama"], seed=0, rows=2, tokens=16, kind="packed")
     with engine_of(build(family, seed=0), verify="auto") as engine:
@@ -643,7 +640,7 @@ def test_document_ids_alone_are_enough() -> None:
         ({"optim": AdamW(groups=())}, ""),
     ],
 )
-def test_settings_that_cannot_work_are_refused(options: dict[str, Any], what: str) -> None:
+def test_plans_that_cannot_work_are_refused(options: dict[str, Any], what: str) -> None:
     options = {"device": "cpu", **options}
     if not what:
         host_engine(build(LLAMA, seed=0), verify="never", **options).close()
@@ -652,6 +649,6 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], what: st
         host_engine(build(LLAMA, seed=0), verify="never", **options)
 
 
-def test_a_model_that_does_not_fit_is_refused_with_a_ledger() -> None:
+def test_a_model_that_does_not_fit_is_refused_with_a_memory_breakdown() -> None:
     with pytest.raises(PlanRefused, match=r"AdamW states \(m \+ v\)"):
         engine_of(build(LLAMA, seed=0), host_gib=1e-4)

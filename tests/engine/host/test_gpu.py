@@ -1,4 +1,4 @@
-"""Streams and memory on a real GPU: streaming must be invisible in the results."""
+"""Streams and memory on a real GPU: streaming changes no result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _exact_matrix_products() -> Any:
 
 
 def random_delays(seed: int) -> Any:
-    """Delays one of the streams by up to about a millisecond, at random, after a piece of work was put on it."""
+    """Delays a stream by up to about a millisecond, at random, after work was queued on it."""
     generator = random.Random(seed)
 
     def disturb(name: str, streams: Streams) -> None:
@@ -61,7 +61,7 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
 def test_streaming_with_random_delays_and_poisoned_buffers_equals_everything_resident(name: str) -> None:
-    """CASES 17: fifty steps, bit for bit."""
+    """Fifty steps, bit for bit."""
     family = BY_NAME[name]
     resident = trained(family, 50, weight_slots=64)
     streamed = trained(family, 50, weight_slots=2, disturb=random_delays(1), poison=True)
@@ -85,13 +85,13 @@ def test_delays_are_invisible_on_every_route(options: dict[str, Any]) -> None:
     assert_same_bits(calm, trained(family, 20, disturb=random_delays(2), poison=True, **options))
 
 
-def test_eaten_gradients_equal_kept_ones_without_clipping() -> None:
+def test_a_fused_update_equals_one_from_a_gradient_plane() -> None:
     family, optim = BY_NAME["qwen3"], AdamW(learning_rate=1e-3, max_grad_norm=None)
     kept = trained(family, 20, optim=optim)
-    eaten = trained(
+    fused = trained(
         family, 20, optim=optim, gradient_plane=False, gradient_slabs=2, disturb=random_delays(3), poison=True
     )
-    assert_same_bits(kept, eaten)
+    assert_same_bits(kept, fused)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_memory_is_what_the_formula_says_and_nothing_is_pinned_after_the_first_s
             assert engine.memory()["host_pinned"] == memory["host_pinned"]
 
 
-def test_evaluation_keeps_no_logits() -> None:
-    """CASES 20: peak device memory of an evaluation stays far below what all its logits would take."""
+def test_an_evaluation_holds_no_logits() -> None:
+    """Its peak device memory is far below the size of all its logits."""
     vocabulary = 16384
     family = BY_NAME["qwen3"]
     family = dataclasses.replace(family, overrides={**family.overrides, "vocab_size": vocabulary})

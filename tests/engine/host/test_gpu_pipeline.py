@@ -48,18 +48,18 @@ def assert_same_bits(one: Any, other: Any) -> None:
     [{}, {"resident": ("embedding", "layer.0")}, {"accumulation_steps": 2}, {"offload_input": "all"}],
     ids=str,
 )
-def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(
+def test_oom_at_every_allocation_of_a_step_equals_a_reduced_plan(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the first and at the last allocation on the device of every function, the backward's own thread included."""
+    """At the first and the last device allocation of every function, those in autograd's thread included."""
     options = {"microbatch_rows": 4 // options.get("accumulation_steps", 1), "head_chunk_tokens": 64, **options}
-    denser = {**options, "microbatch_rows": options["microbatch_rows"] // 2}
-    with engine_of(**denser) as planned:
+    reduced = {**options, "microbatch_rows": options["microbatch_rows"] // 2}
+    with engine_of(**reduced) as planned:
         want = trained(planned, 0, 2)
     data = rows_of(0)
     with engine_of(**options) as engine, Allocations(device="cuda") as counted:
         engine.train_step(data)
-    assert {"engine/host/step.py _head", "engine/host/gradients.py take"} <= counted.seen.keys()
+    assert {"engine/host/head.py backward", "engine/host/gradients.py take"} <= counted.seen.keys()
     assert any("autograd" in site or site.endswith("_grad") for site in counted.seen), counted.seen
     for site, count in counted.seen.items():
         for number in {1, count}:
@@ -70,11 +70,11 @@ def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(
                 assert failing.failed, site
                 second, weights = trained(engine, 1, 1)
                 assert_same_bits(([first, *second], weights), want)
-            assert f"microbatch_rows: {denser['microbatch_rows']}" in caplog.text, site
+            assert f"microbatch_rows: {reduced['microbatch_rows']}" in caplog.text, site
 
 
-def test_a_real_out_of_memory_climbs_until_the_step_fits(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing injected: the process may take little more than one row at a time needs."""
+def test_a_real_oom_reduces_the_plan_until_the_step_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """The process is limited to little more than a single row needs."""
     data = batch(QWEN, seed=0, rows=64, tokens=512, kind="padded")
     options: dict[str, Any] = {"head_chunk_tokens": 64, "keep": "all", "microbatch_rows": 64}
     with engine_of(head_chunk_tokens=64, microbatch_rows=1) as dense:
@@ -96,7 +96,7 @@ def test_a_real_out_of_memory_climbs_until_the_step_fits(caplog: pytest.LogCaptu
     assert "reserved by the allocator" in caplog.text
 
 
-def test_more_windows_and_fewer_resident_units_on_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_reduced_to_accumulation_without_resident_units(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {
         "microbatch_rows": 1,
         "head_chunk_tokens": 64,
@@ -121,7 +121,7 @@ def test_more_windows_and_fewer_resident_units_on_the_way_down(monkeypatch: pyte
     assert_same_bits(found, want)
 
 
-def test_figures_fit_the_step_they_are_about() -> None:
+def test_figures_fit_their_step() -> None:
     with engine_of() as engine:
         numel = sum(unit.layout.numel for unit in engine.structure.units)
         for step in range(6):
@@ -144,8 +144,8 @@ def test_figures_fit_the_step_they_are_about() -> None:
         assert record.host_pinned_bytes == engine.memory()["host_pinned"]
 
 
-def test_a_held_up_copy_is_a_wait_for_weights() -> None:
-    """Every copy in is delayed on its stream: the device waits for weights, and the copies are hidden from nothing."""
+def test_a_delayed_copy_shows_as_a_wait_for_weights() -> None:
+    """Every host-to-device copy is delayed: the device waits for weights, and no copy is hidden."""
 
     def slow_h2d(name: str, streams: Any) -> None:
         if name == "h2d":
@@ -161,8 +161,8 @@ def test_a_held_up_copy_is_a_wait_for_weights() -> None:
         assert late.waited_s["weights"] > 0.5 * (late.computed_s + sum(late.waited_s.values()))
 
 
-def test_nothing_is_waited_for_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step synchronises as often with instruments as without."""
+def test_measuring_adds_no_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With instruments, a step synchronises as often as without."""
 
     def syncs(engine: HostEngine) -> int:
         calls = [0]
@@ -184,7 +184,7 @@ def test_nothing_is_waited_for_to_measure(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"resident": ("layer.0",), "keep": (1,)}, {"accumulation_steps": 2}], ids=str)
-def test_a_trace_of_the_gpu_holds_every_visit_inside_its_step(options: dict[str, Any]) -> None:
+def test_a_trace_of_the_gpu_has_every_layer_inside_its_step(options: dict[str, Any]) -> None:
     with engine_of(**options) as engine:
         for step in range(3):
             engine.train_step(rows_of(step))
@@ -193,9 +193,9 @@ def test_a_trace_of_the_gpu_holds_every_visit_inside_its_step(options: dict[str,
             engine.train_step(rows_of(step))
         spans = engine.end_trace()
         layers, accumulation_steps = len(engine.structure.layers), options.get("accumulation_steps", 1)
-    visits = [span.name for span in spans if span.row == "compute" and "update" not in span.name]
+    work = [span.name for span in spans if span.row == "compute" and "update" not in span.name]
     for name in [f"{phase} layer {i}" for phase in ("forward", "backward") for i in range(layers)] + ["head"]:
-        assert visits.count(name) == 2 * accumulation_steps, name
+        assert work.count(name) == 2 * accumulation_steps, name
     steps = sorted((span for span in spans if span.row == "step"), key=lambda span: span.start_s)
     slack_s = 50e-6  # the anchor ties device and clock to some microseconds
     for span in spans:
@@ -205,4 +205,4 @@ def test_a_trace_of_the_gpu_holds_every_visit_inside_its_step(options: dict[str,
             assert any(s.start_s - slack_s <= span.start_s and span.end_s <= s.end_s + slack_s for s in steps), span
     copies = [span for span in spans if span.row == "h2d" and isinstance(span, Span)]
     assert copies
-    assert {event["name"] for event in chrome_trace(spans, "x")["traceEvents"]} >= set(visits)
+    assert {event["name"] for event in chrome_trace(spans, "x")["traceEvents"]} >= set(work)

@@ -1,4 +1,4 @@
-"""Every gradient gets to where AdamW reads it, whole and summed right, on each route."""
+"""On each route, every gradient arrives where AdamW reads it, complete and with the right sum."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ UNITS = (
 
 
 class Jobs:
-    """Consumers of slabs: at once, or when they are asked to."""
+    """Consumes slabs at once, or on request."""
 
     def __init__(self, store: HostStore):
-        self._store, self.eaten, self.late, self.waiting = store, {}, False, []
+        self._store, self.updated, self.late, self.waiting = store, {}, False, []
 
     def add(self, unit: Unit, slab: torch.Tensor, first: bool, arrived: Event) -> Future[None]:
         plane = self._store.units[unit.name].grad
         return self._job(lambda: plane.copy_(slab) if first else plane.add_(slab))
 
-    def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
-        return self._job(lambda: self.eaten.update({unit.name: slab.clone()}))
+    def update_from(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
+        return self._job(lambda: self.updated.update({unit.name: slab.clone()}))
 
     def _job(self, run: Callable[[], object]) -> Future[None]:
         job: Future[None] = Future()
@@ -65,7 +65,7 @@ class World:
         self.store = HostStore(layouts, split=False, states={}, grad_dtype=plane, resident=resident, device=CPU)
         for planes in self.store.units.values():
             if planes.grad is not None:
-                planes.grad.fill_(float("nan"))  # of the last step: must not be seen
+                planes.grad.fill_(float("nan"))  # of the previous step: must not be read
         self.jobs = Jobs(self.store)
         pool = None if route is Route.COPY else SlabPool(streams, slabs, LAYER.numel, transport)
         edge_slabs = {} if route is Route.COPY else {"embedding": Slab(streams, EDGE.numel, transport)}
@@ -108,7 +108,7 @@ def square(*tensors: torch.Tensor) -> float:
 
 
 def test_a_parameter_without_a_gradient_contributes_zeros_at_its_own_place() -> None:
-    """CASES 9; the memory it is written to held something else before."""
+    """The memory that it is written to held something else before."""
     total = UnitSum(UNITS[1], torch.full((LAYER.numel,), float("nan")), fresh=True)
     total.add({"b": torch.ones(4), "w": None})
     assert torch.equal(total.flat, flat({"b": torch.ones(4)}))
@@ -123,7 +123,7 @@ def test_memory_that_is_not_fresh_is_added_to() -> None:
 
 
 def test_parts_of_an_edge_add_up_in_fp32() -> None:
-    """CASES 13: both gradients of a tied tensor, as one. 1 + 2^-9 is not a bf16 number, nor is any later sum of it."""
+    """Both gradients of a tied tensor become one. 1 + 2^-9 is no bf16 number, nor is any later sum of it."""
     edges, small = EdgeSum(), torch.full((6, 3), 2.0**-9, dtype=torch.bfloat16)
     edges.add("embed.weight", torch.ones(6, 3, dtype=torch.bfloat16))
     edges.add("embed.weight", None)
@@ -139,7 +139,7 @@ def test_parts_of_an_edge_add_up_in_fp32() -> None:
 
 @pytest.mark.parametrize("transport", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("route", Route, ids=lambda r: r.name)
-def test_gradients_arrive_and_the_norm_is_of_what_arrived(route: Route, transport: torch.dtype) -> None:
+def test_the_norm_is_that_of_the_gradients_that_arrive(route: Route, transport: torch.dtype) -> None:
     plane = {Route.COPY: transport, Route.ACCUMULATE: torch.float32, Route.FUSED_UPDATE: None}[route]
     world = World(route, transport, plane)
     embedding = torch.randn(6, 3, generator=torch.Generator().manual_seed(7))
@@ -149,7 +149,7 @@ def test_gradients_arrive_and_the_norm_is_of_what_arrived(route: Route, transpor
     world.flow.send_edge(UNITS[3])
     world.flow.send_edge(UNITS[0])
     world.flow.settle()
-    got = world.jobs.eaten if route is Route.FUSED_UPDATE else {u.name: world.plane(u) for u in UNITS[:3]}
+    got = world.jobs.updated if route is Route.FUSED_UPDATE else {u.name: world.plane(u) for u in UNITS[:3]}
     for number in (1, 2):
         assert torch.equal(got[f"layer.{number - 1}"].float(), flat(gradient(number), transport).float()), number
     assert torch.equal(EDGE.view(got["embedding"], "embed.weight").float(), embedding.to(transport).float())
@@ -158,15 +158,15 @@ def test_gradients_arrive_and_the_norm_is_of_what_arrived(route: Route, transpor
     assert world.flow.sent_bytes == (2 * LAYER.numel + EDGE.numel) * transport.itemsize
 
 
-def test_chunks_are_summed_in_fp32_and_rounded_once() -> None:
+def test_microbatches_are_summed_in_fp32_and_rounded_once() -> None:
     world = World(Route.COPY, torch.bfloat16, torch.bfloat16)
     tiny = {"w": torch.full((3, 5), 2.0**-9)}
     world.backward(UNITS[1], {"w": torch.ones(3, 5)}, *[tiny] * 4)
     assert torch.equal(world.plane(UNITS[1]), flat({"w": torch.full((3, 5), 1 + 2.0**-7)}, torch.bfloat16))
 
 
-def test_windows_are_summed_in_the_fp32_plane() -> None:
-    """CASES 1, 2. In bf16, four times 2^-9 would vanish beside 1."""
+def test_accumulation_steps_are_summed_in_the_fp32_plane() -> None:
+    """In bf16, four times 2^-9 would vanish beside 1."""
     world = World(Route.ACCUMULATE, torch.bfloat16)
     world.backward(UNITS[1], {"w": torch.ones(3, 5)})
     for _ in range(4):
@@ -175,7 +175,7 @@ def test_windows_are_summed_in_the_fp32_plane() -> None:
     assert torch.equal(world.plane(UNITS[1]), flat({"w": torch.full((3, 5), 1 + 2.0**-7)}))
 
 
-def test_a_new_step_starts_from_nothing() -> None:
+def test_a_new_step_starts_at_zero() -> None:
     world = World(Route.ACCUMULATE)
     for seed in (0, 1):
         world.flow.begin_step()
@@ -185,18 +185,18 @@ def test_a_new_step_starts_from_nothing() -> None:
         assert float(world.flow.squared_norm()) == pytest.approx(square(flat(gradient(seed))), rel=1e-6)
 
 
-def test_a_late_consumer_finds_its_slab_as_it_arrived() -> None:
-    """The device buffer is poisoned behind the copy; the next layer goes through another slab."""
+def test_a_late_consumer_finds_its_slab_unchanged() -> None:
+    """The device buffer is poisoned after the copy; the next layer uses another slab."""
     world = World(Route.FUSED_UPDATE, plane=None)
     world.jobs.late = True
     for number in (2, 1):
         world.backward(UNITS[number], gradient(number))
-    assert world.jobs.eaten == {}
+    assert world.jobs.updated == {}
     for work in world.jobs.waiting:
         work()
     world.flow.settle()
-    assert torch.equal(world.jobs.eaten["layer.1"], flat(gradient(2)))
-    assert torch.equal(world.jobs.eaten["layer.0"], flat(gradient(1)))
+    assert torch.equal(world.jobs.updated["layer.1"], flat(gradient(2)))
+    assert torch.equal(world.jobs.updated["layer.0"], flat(gradient(1)))
 
 
 def test_a_step_without_gradients_has_norm_zero() -> None:
@@ -210,13 +210,13 @@ def test_resident_units_keep_their_gradient_on_the_device(
 ) -> None:
     route = Route.COPY if accumulation_steps == 1 else Route.ACCUMULATE
     world = World(route, torch.bfloat16, plane, resident=("layer.0", "embedding"))
-    parts = [[gradient(10 * window + chunk) for chunk in range(chunks)] for window in range(accumulation_steps)]
-    for window in parts:
-        world.backward(UNITS[1], *window)
+    parts = [[gradient(10 * step + chunk) for chunk in range(chunks)] for step in range(accumulation_steps)]
+    for step in parts:
+        world.backward(UNITS[1], *step)
         world.flow.edges.add("embed.weight", torch.ones(6, 3))
         world.flow.send_edge(UNITS[0])
     world.flow.settle()
-    want = flat(summed(*(part for window in parts for part in window)))
+    want = flat(summed(*(part for step in parts for part in step)))
     torch.testing.assert_close(
         world.plane(UNITS[1]), want.to(plane), rtol=1e-2 if plane == torch.bfloat16 else 1e-5, atol=1e-5
     )
@@ -227,7 +227,7 @@ def test_resident_units_keep_their_gradient_on_the_device(
         assert float(world.flow.squared_norm()) == pytest.approx(both, rel=1e-5)
 
 
-def test_after_an_abandoned_step_no_buffer_is_taken_and_nothing_is_left_over() -> None:
+def test_an_abandoned_step_leaves_no_buffer_in_use_and_no_gradient() -> None:
     world = World(Route.COPY)
     world.flow.begin_layer(UNITS[2], 1)
     world.flow.edges.add("embed.weight", torch.ones(6, 3))
@@ -245,7 +245,7 @@ def test_an_overflow_is_seen_in_the_norm() -> None:
     assert math.isinf(float(world.flow.squared_norm()))
 
 
-def test_device_memory_is_two_layers_and_one_fp32_sum_where_chunks_need_it() -> None:
+def test_device_memory_is_two_layers_and_an_fp32_sum_for_several_microbatches() -> None:
     world = World(Route.COPY, torch.bfloat16, torch.bfloat16)
     assert world.flow.nbytes == 2 * LAYER.numel * 2
     world.backward(UNITS[1], gradient(0), gradient(1))

@@ -1,4 +1,4 @@
-"""The figures that an engine gives of its steps, on a CPU; and that they cost nothing of the result."""
+"""The figures that an engine reports of its steps, on a CPU; measuring changes no result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(seed: int) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_bytes_are_those_that_were_moved(options: dict[str, Any]) -> None:
+def test_bytes_are_those_of_the_copies(options: dict[str, Any]) -> None:
     optim = AdamW(max_grad_norm=None) if "gradient_plane" in options else AdamW()
     with engine_of(optim=optim, **options) as engine:
         numel = sum(unit.layout.numel for unit in engine.structure.units)
@@ -58,12 +58,12 @@ def test_bytes_are_those_that_were_moved(options: dict[str, Any]) -> None:
         layers = len(engine.structure.layers)
         assert f"{'keep' if 'keep' in options else 'recompute'} {layers}" in record.policy
         assert record.policy.endswith(f"resident 0 of {len(engine.structure.units)}")
-        # on a CPU the thread that computes copies: nothing is hidden
+        # on a CPU the computing thread copies: nothing is hidden
         assert record.overlap == pytest.approx(0.0, abs=1e-9)
         assert record.slot_switch_s is not None
 
 
-def test_adamw_is_that_of_the_step_before() -> None:
+def test_adamw_figures_are_those_of_the_previous_step() -> None:
     with engine_of() as engine:
         first = engine.train_step(rows_of(0)).pipeline
         assert first is not None
@@ -75,7 +75,7 @@ def test_adamw_is_that_of_the_step_before() -> None:
         assert second.adamw_gbps == pytest.approx(second.adamw_params_per_s * (4 + 2 * 12) / 1e9)
 
 
-def test_an_update_that_has_not_ended_is_a_wait_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_update_shows_as_a_wait_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         engine.train_step(rows_of(0))
         late, real_update, real_wait = threading.Event(), CpuUpdater.submit_update, HostOptimizer.wait
@@ -119,7 +119,7 @@ def test_slabs_in_use_and_waits_for_them_are_counted(monkeypatch: pytest.MonkeyP
     assert record.waited_s["slabs"] >= 0.05
 
 
-def test_instruments_change_no_bit_and_can_be_off() -> None:
+def test_instruments_change_no_bit_and_can_be_switched_off() -> None:
     with engine_of() as on, engine_of(instruments=False) as off:
         for step in range(3):
             one, other = on.train_step(rows_of(step)), off.train_step(rows_of(step))
@@ -130,12 +130,12 @@ def test_instruments_change_no_bit_and_can_be_off() -> None:
         )
 
 
-def visits(spans: list[Span]) -> list[str]:
+def compute_spans(spans: list[Span]) -> list[str]:
     return [span.name for span in sorted(spans, key=lambda one: one.start_s) if span.row == "compute"]
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"segment": 2}], ids=str)
-def test_a_trace_holds_every_visit_inside_its_step(options: dict[str, Any]) -> None:
+def test_a_trace_has_every_layer_inside_its_step(options: dict[str, Any]) -> None:
     with engine_of(**options) as engine:
         engine.train_step(rows_of(0))
         engine.begin_trace()
@@ -145,7 +145,7 @@ def test_a_trace_holds_every_visit_inside_its_step(options: dict[str, Any]) -> N
         assert engine.end_trace() == []
         layers = range(len(engine.structure.layers))
         forward, backward = ([f"{phase} layer {i}" for i in layers] for phase in ("forward", "backward"))
-        once = [name for name in visits(spans) if not name.startswith("recompute")]
+        once = [name for name in compute_spans(spans) if not name.startswith("recompute")]
         assert once == ([*forward, "head", *reversed(backward)]) * 2
         steps = [span for span in spans if span.row == "step"]
         for span in spans:

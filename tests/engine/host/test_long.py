@@ -1,4 +1,4 @@
-"""Long-context settings change what is kept and in which pieces things are computed, and nothing of the result."""
+"""Long-context settings change what is kept and how the work is cut, and nothing in the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatrain.planner.model_cost import layer_arguments
 from reference import gradient_error
 
 FUSED = ("llama", "qwen3", "gpt2", "bloom", "opt", "qwen3_moe", "deepseek_v3", "qwen3_next")
-"""Dense and mixtures of experts, attention of several kinds, MLPs with and without a module of their own."""
+"""Dense models and mixtures of experts, several kinds of attention, MLPs as a module and as loose matrices."""
 
 
 def family_of(name: str, **overrides: Any) -> Family:
@@ -31,7 +31,7 @@ def family_of(name: str, **overrides: Any) -> Family:
 
 
 def step_of(family: Family, rows: int = 3, tokens: int = 24, kind: Any = "padded", **options: Any) -> Any:
-    """Loss and gradients of one batch; by default its rows are computed in two chunks."""
+    """Loss and gradients of one batch, by default in two microbatches."""
     data = batch(family, seed=1, rows=rows, tokens=tokens, kind=kind)
     given: dict[str, Any] = {"device": "cpu", "verify": "never", "microbatch_rows": 2, "compile": "off", **options}
     with host_engine(build(family, seed=0), **given) as engine:
@@ -54,7 +54,7 @@ def test_a_kept_part_changes_no_bit(name: str, part: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FUSED, "gemma2", "gpt_oss", "bamba"])
-def test_chunks_of_tokens_give_the_same_sums(name: str) -> None:
+def test_mlps_in_chunks_of_tokens_give_the_same_sums(name: str) -> None:
     want_loss, want = step_of(BY_NAME[name])
     loss, got = step_of(BY_NAME[name], mlp_chunk_tokens=7)
     assert loss == pytest.approx(want_loss, rel=1e-6)
@@ -90,7 +90,7 @@ def test_an_evaluation_in_chunks_gives_the_same_loss() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_a_family_of_which_nothing_is_known_is_computed_whole(
+def test_a_family_without_a_tiny_copy_computes_its_mlps_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_copy(*_: Any) -> Any:
@@ -110,7 +110,7 @@ def test_dropout_of_a_kept_part_replays() -> None:
     assert_same_bits(step_of(family, keep_attention="all"), step_of(family))
 
 
-def test_a_module_that_draws_random_numbers_is_left_whole_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_that_draws_random_numbers_is_computed_whole_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     family = family_of("gpt2", resid_pdrop=0.2)
     with caplog.at_level(logging.INFO):
         chunked = step_of(family, mlp_chunk_tokens=7)
@@ -123,7 +123,7 @@ def test_a_module_that_draws_random_numbers_is_left_whole_and_that_is_said(caplo
 
 
 class Largest(TorchDispatchMode):
-    """Counts fused attention, and notes the largest tensor that an operation gives inside."""
+    """Counts calls of fused attention, and records the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_kept_attention_is_computed_once(options: dict[str, Any], times: int) ->
         assert seen.attention == times * len(engine.structure.layers)
 
 
-def test_nothing_of_t_x_t_and_nothing_as_wide_as_the_mlp_exists_for_a_long_row() -> None:
+def test_a_long_row_makes_no_tensor_of_t_x_t_and_none_as_wide_as_the_mlp() -> None:
     tokens = 1024
     data = batch(BY_NAME["llama"], seed=0, rows=1, tokens=tokens)
     with watched(keep_attention="all", mlp_chunk_tokens=64, head_chunk_tokens=64) as (engine, seen):
@@ -168,7 +168,7 @@ def test_nothing_of_t_x_t_and_nothing_as_wide_as_the_mlp_exists_for_a_long_row()
 
 
 def test_a_long_row_of_full_attention_gets_no_mask() -> None:
-    """The base model of a tiny width shows, for a row of a real length, what it would hand to its layers."""
+    """A base model of tiny width shows what a row of realistic length passes to its layers."""
     tokens = 1 << 15
     structure = dissect(build(family_of("llama", max_position_embeddings=tokens), seed=0))
     buffers = dict(structure.model.named_buffers())

@@ -1,4 +1,4 @@
-"""Long rows on a real GPU: no memory of T x T, the same numbers with every setting, and peaks as the formulas say."""
+"""Long rows on a real GPU: no memory of T x T, equal results with every setting, peaks as the formulas predict."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
 
 
 def documents(tokens: int, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Positions (1, tokens) of documents of these lengths, over and over."""
+    """Positions (1, tokens) of documents of these lengths, repeated."""
     parts: list[torch.Tensor] = []
     while sum(map(len, parts)) < tokens:
         parts += [torch.arange(length) for length in lengths]
@@ -119,7 +119,7 @@ def test_loss_and_gradients_at_8k_with_every_setting_equal_those_without(compile
         ("keep", 32768, None, 0),
     ],
 )
-def test_the_peak_is_what_the_formula_says(
+def test_the_peak_is_that_of_the_formula(
     policy: Policy, tokens: int, mlp_chunk_tokens: int | None, offloaded: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
@@ -128,7 +128,7 @@ def test_the_peak_is_what_the_formula_says(
     machine = load_machine(MACHINE)
     made = plan_of(PlanRequest(shape, machine, StepSize(1, tokens), caps_for(machine), Options()), choice)
     ids = torch.randint(0, shape.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
-    gc.collect()  # what a failed case before this one still holds, and would give back in the middle
+    gc.collect()  # memory that a failed case still holds would be freed in the middle of this one
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with HostEngine(tmp_path, made.execution, init="random", device="cuda", verify="never") as engine:

@@ -1,4 +1,4 @@
-"""Activations that are kept while the weights move: gradients are those of weights that stayed."""
+"""Activations kept while the weights move give the gradients of weights that stay in place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gradients(module: nn.Module, x: torch.Tensor, offset: int | None) -> tuple[d
 
 
 class Attention(nn.Module):
-    """Reads its weights in every way: as matrices, transposed, in slices, element by element, reshaped."""
+    """Reads its weights in many ways: as matrices, transposed, sliced, element by element, reshaped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_hugging_face_s_mlps_are_read_through_the_hooks(name: str) -> None:
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 
-def test_nothing_of_the_slot_is_saved_and_activations_are() -> None:
+def test_activations_are_saved_and_nothing_of_the_slot() -> None:
     slot = torch.randn(64)
     moving = MovingTensors({"weights": slot})
     packed = moving._pack(slot[16:32].view(4, 4).t())
@@ -124,7 +124,7 @@ def test_weights_and_inputs_that_are_read_as_another_type_are_left_out(offset: i
 
 
 def test_a_graph_with_an_entrance_holds_neither_its_input_nor_its_output() -> None:
-    """And its gradients are those of a graph that does."""
+    """Its gradients are those of a graph that holds them."""
     x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     leaf = x.clone().requires_grad_()
     want = torch.autograd.grad(torch.tanh(leaf.square() @ weight) + leaf, [leaf, weight], torch.ones_like(x))

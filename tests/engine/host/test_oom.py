@@ -65,8 +65,7 @@ def reductions(plan: ExecutionPlan, rows: int, tokens: int, **situation: bool) -
     known = {"training": True, "inputs_fit_host": True, "sums_fit_host": True, "mlps_in_chunks": True, **situation}
     found = []
     while following := plan.reduced(Shortage(plan.step_shape(rows, tokens), rows, tokens, **known)):
-        changes = config_changes(plan, following)
-        found += [f"{section}.{key}: {value}" for section, keys in changes.items() for key, value in keys.items()]
+        found += [f"{setting}: {value}" for setting, value in config_changes(plan, following).items()]
         if following.resident != plan.resident:
             found.append(f"{len(following.resident)} resident")
         plan = following
@@ -122,7 +121,7 @@ def test_an_mlp_is_cut_to_a_quarter_of_the_row_and_then_in_halves(
     assert reductions(plan, 1, tokens, **full, mlps_in_chunks=False) == []
 
 
-def test_what_was_changed_is_yaml_that_the_config_takes() -> None:
+def test_changes_are_logged_as_yaml_that_the_config_accepts() -> None:
     planned = plan_of_layers(resident=4)
     reduced = plan_of_layers(
         resident=3,
@@ -135,7 +134,7 @@ def test_what_was_changed_is_yaml_that_the_config_takes() -> None:
     )
     changes = config_changes(planned, reduced, device_fraction=0.71)
     pasted = YAML(typ="safe").load(as_yaml(changes))
-    assert pasted == changes
+    assert {f"{section}.{key}": value for section, keys in pasted.items() for key, value in keys.items()} == changes
     base = {"model": {"path": "m"}, "data": {"train": "x"}, "run": {"dir": "r"}}
     run = load_config({**base, **pasted, "batch": {"tokens_per_step": 8192, **pasted["batch"]}})
     assert (run.batch.accumulation_steps, run.activations.offload_input, run.memory.device_fraction) == (4, "on", 0.71)
@@ -145,8 +144,8 @@ def test_what_was_changed_is_yaml_that_the_config_takes() -> None:
 # ------------------------------------------------------------------ in the engine
 
 
-def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog: pytest.LogCaptureFixture) -> None:
-    """At the first and at the last allocation of every function that makes tensors."""
+def test_oom_at_every_allocation_of_a_step_equals_a_reduced_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """At the first and the last allocation of every function that makes tensors."""
     options = {"microbatch_rows": 4, "head_chunk_tokens": 16}
     with engine_of(**{**options, "microbatch_rows": 2}) as planned:
         want = trained(planned, 2)
@@ -154,7 +153,7 @@ def test_out_of_memory_at_every_allocation_of_a_step_equals_a_denser_plan(caplog
     with engine_of(**options) as engine, Allocations() as counted:
         engine.train_step(data)
     assert {
-        "engine/host/step.py _head",
+        "engine/host/head.py backward",
         "engine/host/layer.py _grad",
         "engine/host/gradients.py take",
     } <= counted.seen.keys()
@@ -183,8 +182,8 @@ def failing_until(monkeypatch: pytest.MonkeyPatch, enough: Any) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 gradients go into a plane of their own type until there are windows, and into an fp32 plane then."""
+def test_reduced_to_accumulation_equals_planned_accumulation(compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 gradients go into a bf16 plane, and into an fp32 plane once they are accumulated."""
     options = {"compute_dtype": compute, "microbatch_rows": 1, "head_chunk_tokens": 64, "offload_input": "all"}
     with engine_of(**options, accumulation_steps=2) as planned, engine_of(**options) as engine:
         failing_until(monkeypatch, lambda: engine.plan.accumulation_steps == 2)
@@ -197,12 +196,12 @@ def test_more_windows_equal_windows_that_were_planned(compute: Any, monkeypatch:
 
 
 LONG: dict[str, Any] = {"microbatch_rows": 1, "head_chunk_tokens": 64}
-"""What is left to cut of a step whose rows and logits are cut already."""
+"""A step whose rows and logits cannot be cut further."""
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 16 tokens are long enough for chunks."""
+    """Make rows of 16 tokens long enough for MLPs in chunks."""
     monkeypatch.setattr(planning, "LEAST_MLP_TOKENS", 2)
 
 
@@ -217,7 +216,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_long_row_goes_on_with_mlps_in_chunks_as_if_planned_so(
+def test_reduced_to_mlps_in_chunks_equals_planned_chunks(
     options: dict[str, Any], chunk: int, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From whole MLPs, and from larger chunks; in training and in evaluation."""
@@ -237,7 +236,7 @@ def test_a_long_row_goes_on_with_mlps_in_chunks_as_if_planned_so(
 
 
 @pytest.mark.usefixtures("short")
-def test_an_evaluation_of_a_long_row_goes_on_with_mlps_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_is_reduced_to_mlps_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(**LONG, mlp_chunk_tokens=4) as planned:
         evaluated, want = planned.eval_step(rows_of(9)), trained(planned, 1)
     with engine_of(**LONG) as engine:
@@ -255,7 +254,7 @@ def test_a_family_without_a_token_wise_mlp_computes_none_in_chunks(monkeypatch: 
         assert engine.plan.mlp_chunk_tokens is None
 
 
-def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_moving_units_off_the_device_changes_no_weight(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     options = {"microbatch_rows": 1, "head_chunk_tokens": 64, "offload_input": "all", "accumulation_steps": 4}
     with engine_of(**options) as streamed:
         want = trained(streamed, 3)
@@ -271,7 +270,7 @@ def test_units_leave_the_device_and_nothing_changes(monkeypatch: pytest.MonkeyPa
     assert "memory:\n      device_fraction: " in caplog.text
 
 
-def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_failed_where_and_what_was_changed(caplog: pytest.LogCaptureFixture) -> None:
     options = {"microbatch_rows": 2, "head_chunk_tokens": 16}
     with engine_of(**options) as engine, caplog.at_level(logging.WARNING):
         data = rows_of(0)
@@ -292,7 +291,7 @@ def test_the_diagnosis_says_what_where_and_how_it_goes_on(caplog: pytest.LogCapt
     assert "microbatch_rows 1" in record.policy
 
 
-def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_reduced_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"microbatch_rows": 2, "head_chunk_tokens": 64, "offload_input": "all"}
     with engine_of(**options) as engine:
         with monkeypatch.context() as patch:
@@ -304,7 +303,7 @@ def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.Monkey
         resumed.load(tmp_path / "one")
         assert resumed.plan == engine.plan
         assert_same(trained(resumed, 2, first=1), want)
-    # a device with more memory starts afresh
+    # a device with more memory starts with the planned one
     monkeypatch.setattr(host_engine_module, "limit_device", lambda *_: 1 << 40)
     with engine_of(**options) as larger:
         planned = larger.plan
@@ -313,7 +312,7 @@ def test_a_resumed_run_goes_on_denser(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("short")
-def test_a_resumed_run_goes_on_with_mlps_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_mlps_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(**LONG) as engine:
         with monkeypatch.context() as patch:
             failing_until(patch, lambda: engine.plan.mlp_chunk_tokens == 4)
@@ -389,17 +388,17 @@ LADDER = {
 }  # fmt: skip
 
 
-def test_where_no_plan_needs_less_the_memory_is_listed() -> None:
+def test_where_no_plan_needs_less_memory_the_breakdown_is_shown() -> None:
     with engine_of(microbatch_rows=1, head_chunk_tokens=64, offload_input="all", accumulation_steps=4) as engine:
         with (
-            Allocations(("engine/host/step.py _head", 1)),
+            Allocations(("engine/host/head.py backward", 1)),
             pytest.raises(PlanRefused, match=r"in the head: CUDA out of memory(.|\n)*iB(.|\n)*no plan needs less"),
         ):
             engine.train_step(rows_of(0))
         assert engine.train_step(rows_of(0)).skipped is None
 
 
-def test_a_step_is_interrupted_and_nothing_of_it_is_left() -> None:
+def test_an_interrupted_step_leaves_no_trace() -> None:
     with engine_of() as calm, engine_of() as engine:
         want = trained(calm, 2)
         trained(engine, 1)
@@ -408,6 +407,6 @@ def test_a_step_is_interrupted_and_nothing_of_it_is_left() -> None:
             engine.train_step(rows_of(1))
         assert engine.step == 1
         assert_same(trained(engine, 1, first=1), (want[0][1:], want[1]))
-    with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as eaten:
-        assert not eaten.interrupt(HostMemoryLow("low"))
-        assert eaten.train_step(rows_of(0)).skipped is None
+    with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as fused:
+        assert not fused.interrupt(HostMemoryLow("low"))
+        assert fused.train_step(rows_of(0)).skipped is None

@@ -1,4 +1,4 @@
-"""Cutting a layer call along the rows, and which dimension that is."""
+"""Cutting a layer call into microbatches, and finding the dimension of the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain.models.shell import Shell
 
 
 @given(st.integers(1, 200), st.integers(1, 250))
-def test_chunks_cover_all_rows_once_and_are_as_equal_as_can_be(total: int, most: int) -> None:
+def test_chunks_cover_all_rows_once_and_are_as_equal_as_possible(total: int, most: int) -> None:
     chunks = chunks_of(total, most)
     assert [row for c in chunks for row in range(c.start, c.stop)] == list(range(total))
     sizes = [c.stop - c.start for c in chunks]
@@ -37,7 +37,7 @@ def test_the_row_axis_is_the_dimension_that_grows(before: list[int], after: list
     assert row_axis(small, small) is None
 
 
-def test_of_what_is_no_tensor_or_has_another_rank_nothing_is_known() -> None:
+def test_nothing_is_known_of_an_argument_that_is_no_tensor_or_changes_its_rank() -> None:
     assert row_axis(None, (2, 3)) is UNSEEN
     assert row_axis((2, 3), None) is UNSEEN
     assert row_axis((2, 3), (3, 3, 1)) is UNSEEN
@@ -45,13 +45,13 @@ def test_of_what_is_no_tensor_or_has_another_rank_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize(("small", "large"), [((2, 2), (3, 3)), ((5, 4), (6, 4))], ids=["two grow", "not by rows"])
-def test_a_shape_that_follows_no_rows_is_a_bug(small: tuple[int, ...], large: tuple[int, ...]) -> None:
+def test_a_size_that_grows_otherwise_than_the_rows_is_a_bug(small: tuple[int, ...], large: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
         row_axis(small, large)
 
 
 @given(rows=st.integers(1, 12), most=st.integers(1, 12), per_row=st.integers(1, 3), dim=st.integers(0, 2))
-def test_the_parts_of_an_argument_make_it_again(rows: int, most: int, per_row: int, dim: int) -> None:
+def test_the_parts_of_an_argument_join_to_the_whole(rows: int, most: int, per_row: int, dim: int) -> None:
     shape = [3, 4, 5]
     shape[dim] = rows * per_row
     whole = torch.arange(torch.tensor(shape).prod().item()).view(shape)
@@ -60,35 +60,35 @@ def test_the_parts_of_an_argument_make_it_again(rows: int, most: int, per_row: i
 
 
 @pytest.mark.parametrize("leaf", [None, 3, "sdpa", torch.zeros(7, 4), torch.tensor(1.0)], ids=str)
-def test_an_argument_that_all_rows_share_goes_to_each_chunk_as_it_is(leaf: Any) -> None:
+def test_an_argument_shared_by_all_rows_is_not_cut(leaf: Any) -> None:
     assert cut(leaf, None, slice(2, 4), 6) is leaf
 
 
-def test_a_mask_of_one_row_for_all_is_not_cut() -> None:
+def test_a_mask_shared_by_all_rows_is_not_cut() -> None:
     mask = torch.zeros(1, 1, 5, 5)
     assert cut(mask, RowAxis(0, 1), slice(2, 4), 6) is mask
 
 
-def test_a_mask_that_only_this_batch_has_is_cut_along_its_first_dimension() -> None:
+def test_a_mask_that_only_this_batch_has_is_batch_first() -> None:
     mask = torch.arange(6 * 25).view(6, 1, 5, 5)
     assert torch.equal(cut(mask, None, slice(2, 4), 6), mask[2:4])
 
 
-def test_a_mask_that_was_no_tensor_in_the_probe_is_cut_along_its_rows() -> None:
-    """A padding mask is none while no row of the probe is padded."""
+def test_a_mask_that_was_no_tensor_during_probing_is_cut_along_its_rows() -> None:
+    """A padding mask is None while no row of the probe is padded."""
     padding_BT, scale = torch.arange(6 * 5).view(6, 5), torch.zeros(6)
     assert torch.equal(cut(padding_BT, UNSEEN, slice(2, 4), 6), padding_BT[2:4])
     for leaf in (padding_BT[:1], padding_BT[:5], scale, torch.tensor(1.0), None, "sdpa"):
         assert cut(leaf, UNSEEN, slice(2, 4), 6) is leaf
 
 
-def test_an_argument_with_other_entries_per_row_than_in_the_probe_is_not_taken_for_shared() -> None:
+def test_an_argument_with_another_number_of_entries_per_row_than_probed_is_not_taken_for_shared() -> None:
     router_NE = torch.zeros(6 * 7, 4)
     with pytest.raises(AssertionError):
         cut(router_NE, RowAxis(0, 5), slice(2, 4), 6)
 
 
-def test_outputs_that_came_with_this_batch_only_are_joined() -> None:
+def test_outputs_that_only_this_batch_has_are_joined() -> None:
     chunks = RowChunks()
     outputs: list[list[Any]] = []
 
@@ -127,7 +127,7 @@ def engine_of(family: Family) -> HostEngine:
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_rows_of_other_lengths_in_turn_are_cut_as_if_they_came_first(name: str) -> None:
+def test_row_axes_hold_for_rows_of_other_lengths(name: str) -> None:
     """Shorter and longer than the tiny windows, packed and not, trained and evaluated, by one engine."""
     family = BY_NAME[name]
     kinds: list[Any] = ["plain", "masked", *(["packed"] if family.packable else [])]
@@ -159,7 +159,7 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("flex_uncompiled")
-def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_axes_hold_for_batches_with_and_without_block_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed rows, and rows longer than a window, take flex attention, whose masks are no tensors; others have none."""
     family = BY_NAME["gemma3_text"]
     family = replace(family, overrides={**family.overrides, "sliding_window": 16})
@@ -175,7 +175,7 @@ def test_block_masks_and_no_masks_in_turn_are_cut_as_if_they_came_first(monkeypa
 
 
 def test_a_block_mask_is_cut_with_its_function() -> None:
-    """Chunks of flex attention's masks, whose function counts rows from 0."""
+    """Parts of flex attention's masks, whose function counts rows from 0."""
     documents_BT = torch.arange(4)[:, None] * 3 + torch.arange(256)[None] // torch.tensor([[100], [256], [70], [130]])
 
     def same_document(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -190,6 +190,6 @@ def test_a_block_mask_is_cut_with_its_function() -> None:
         assert bool(part.mask_mod(b, h, q, kv)) == bool(same_document(b + rows.start, h, q, kv))
 
 
-def test_a_block_mask_for_all_rows_is_not_cut() -> None:
+def test_a_block_mask_shared_by_all_rows_is_not_cut() -> None:
     whole = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
     assert cut(whole, None, slice(1, 2), 4) is whole

@@ -1,4 +1,4 @@
-"""Layer by layer, last to first, gradients are those of one graph through everything."""
+"""Gradients computed layer by layer, last to first, are those of one graph through all layers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LOOPS: dict[str, tuple[Layers, Loop]] = {
 
 
 def through_tape(layers: Layers, loop: Loop, x: torch.Tensor) -> tuple[torch.Tensor, Tape]:
-    """Forward and backward the way a window does it. Returns the gradient of `x`."""
+    """Forward and backward as in an accumulation step. Returns the gradient of `x`."""
     tape = Tape()
 
     def streamed(index: int) -> Callable[..., Any]:
@@ -112,16 +112,16 @@ def test_gradients_equal_those_of_one_graph(name: str) -> None:
 def test_in_a_plain_chain_gradients_are_handed_over_directly() -> None:
     _, tape = through_tape(*LOOPS["chain"], start())
     assert [call.trained for call in tape.calls] == [[0], [0], [0]]
-    assert tape.calls[0].sources == {}, "the embedding's output is nobody's"
+    assert tape.calls[0].sources == {}, "the embedding's output has no source"
     assert [(c.sources[0].call, c.sources[0].output) for c in tape.calls[1:]] == [(0, 0), (1, 0)]
 
 
-def test_what_was_changed_on_the_way_has_no_source() -> None:
+def test_an_input_computed_from_an_output_has_no_source() -> None:
     _, tape = through_tape(*LOOPS["changed between"], start())
     assert all(call.sources == {} for call in tape.calls)
 
 
-def test_an_output_that_nobody_uses_gets_no_gradient() -> None:
+def test_an_unused_output_gets_no_gradient() -> None:
     _, tape = through_tape(*LOOPS["several outputs"], start())
     assert tape.calls[1].output_gradients[0] is not None
     assert tape.calls[1].output_gradients[1] is None
@@ -134,7 +134,7 @@ def test_gradients_of_one_output_add_up() -> None:
     call.receive(1, torch.tensor([2.0]))
     assert call.output_gradients[0] is None
     assert call.output_gradients[1] == torch.tensor([3.0])
-    assert first == torch.tensor([1.0]), "a gradient that was handed over may belong to somebody else as well"
+    assert first == torch.tensor([1.0]), "a gradient that was handed over may have other owners"
 
 
 def test_arguments_survive_flattening() -> None:
@@ -160,15 +160,15 @@ def test_only_floating_outputs_become_leaves() -> None:
     assert call.output_gradients == [None, None, None]
 
 
-def test_the_tape_keeps_no_output_alive_and_takes_no_stranger_for_one() -> None:
-    """[Note: activation lifetime]; a new tensor may get the address, and so the id, of one that is gone."""
+def test_the_tape_keeps_no_output_alive_and_mistakes_no_other_tensor_for_one() -> None:
+    """[Note: activation lifetime]; a new tensor may get the id of one that was freed."""
     tape = Tape()
     call = tape.record(0, Arguments.of((torch.zeros(2, requires_grad=True),), {}))
     (output,) = tape.emit(call, [torch.zeros(2)])
-    gone, number = weakref.ref(output), id(output)
+    released, number = weakref.ref(output), id(output)
     del output
     gc.collect()
-    assert gone() is None
+    assert released() is None
     stranger = torch.zeros(2, requires_grad=True)
     tape._made[id(stranger)] = tape._made.pop(number)
     assert tape.record(1, Arguments.of((stranger,), {})).sources == {}

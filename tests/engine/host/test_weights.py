@@ -1,4 +1,4 @@
-"""Layers stream through the ring in the order of the visit list, ahead of their use and behind their own update."""
+"""Layers stream through the ring in the fetch order, before their use and after their own update."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUT = FlatLayout.of([("w", (3, 5)), ("b", (4,))])
 
 
 class Updates:
-    """An optimizer some of whose units are still busy. Waiting for one ends it, and is written down."""
+    """An optimizer whose updates of some units still run. Waiting for one finishes it, and is recorded."""
 
     def __init__(self) -> None:
         self.busy: set[str] = set()
@@ -81,7 +81,7 @@ class World:
         edge_slots = [(u, None if u.name in resident else slot()) for u in self.edges]
         self.stream = WeightStream(self.store, units, self.ring, edge_slots, self.updates.gate())
 
-    def visit(self, layer: int) -> None:
+    def use(self, layer: int) -> None:
         weights = self.stream.fetch(layer)
         assert (weights == layer).all(), f"these are not the weights of layer {layer}"
         self.stream.release(layer)
@@ -90,9 +90,9 @@ class World:
 def test_each_layer_is_loaded_before_it_is_fetched() -> None:
     world = World(4)
     world.stream.follow(forward_fetch_order(4))
-    world.visit(0)
+    world.use(0)
     assert world.loads == ["layer.0", "layer.1", "layer.2"], "both slots are busy with what comes next"
-    world.visit(1)
+    world.use(1)
     assert world.loads[3:] == ["layer.3"]
 
 
@@ -104,16 +104,16 @@ def test_each_layer_is_loaded_before_it_is_fetched() -> None:
     slots=st.integers(2, 9),
     data=st.data(),
 )
-def test_every_visit_finds_its_weights_whatever_is_resident_or_late(
+def test_every_fetch_returns_the_right_weights_whatever_is_resident_or_late(
     layers: int, segment: int, accumulation_steps: int, slots: int, data: st.DataObject
 ) -> None:
     names = [f"layer.{i}" for i in range(layers)]
     resident = data.draw(st.sets(st.sampled_from(names)))
     world = World(layers, slots, tuple(resident))
     world.updates.busy = set(data.draw(st.sets(st.sampled_from(names)))) - resident
-    world.stream.follow(visits := training_fetch_order(layers, segment, accumulation_steps))
-    for layer in visits:
-        world.visit(layer)
+    world.stream.follow(order := training_fetch_order(layers, segment, accumulation_steps))
+    for layer in order:
+        world.use(layer)
     assert not resident & set(world.loads)
     assert len(world.ring.slots) == slots
     if slots >= layers:
@@ -121,11 +121,11 @@ def test_every_visit_finds_its_weights_whatever_is_resident_or_late(
 
 
 def test_the_turn_from_forward_to_backward_loads_nothing_twice() -> None:
-    """The last layers are still there; Belady's choice keeps them."""
+    """The last layers are still loaded: Belady's rule keeps them."""
     world = World(6, slots=3)
-    world.stream.follow(visits := training_fetch_order(6, 1, 1))
-    for layer in visits:
-        world.visit(layer)
+    world.stream.follow(order := training_fetch_order(6, 1, 1))
+    for layer in order:
+        world.use(layer)
     assert len(world.loads) == 6 + 6 - 3
 
 
@@ -133,21 +133,21 @@ def test_prefetching_never_blocks_on_an_update() -> None:
     world = World(4)
     world.updates.busy = {"layer.1", "layer.2"}
     world.stream.follow(forward_fetch_order(4))
-    world.visit(0)
+    world.use(0)
     assert world.updates.waited == []
     assert world.loads == ["layer.0"]
     world.updates.busy.remove("layer.1")
-    world.visit(1)
+    world.use(1)
     assert world.updates.waited == []
-    world.visit(2)
+    world.use(2)
     assert world.updates.waited == ["layer.2"], "fetch waits for the layer's own update, when it must"
 
 
-def test_time_spent_on_waiting_for_updates_and_bytes_are_counted() -> None:
+def test_waits_for_updates_and_loaded_bytes_are_counted() -> None:
     world = World(3)
     world.stream.follow(forward_fetch_order(3))
     for layer in range(3):
-        world.visit(layer)
+        world.use(layer)
     assert world.stream.loaded_bytes == 3 * LAYOUT.numel * 4
     assert world.stream.update_wait_s >= 0
     assert world.stream.nbytes == 4 * LAYOUT.numel * 4, "two slots and two edges"
@@ -156,12 +156,12 @@ def test_time_spent_on_waiting_for_updates_and_bytes_are_counted() -> None:
 def test_a_resident_layer_is_read_where_it_lives() -> None:
     world = World(3, resident=("layer.1",))
     world.stream.follow(forward_fetch_order(3))
-    world.visit(0)
+    world.use(0)
     assert world.loads == ["layer.0", "layer.2"], "what comes behind the resident layer is prefetched past it"
     assert world.stream.stays(1)
     assert world.stream.fetch(1).data_ptr() == world.store.units["layer.1"].hi.data_ptr()
     world.stream.release(1)
-    world.visit(2)
+    world.use(2)
     assert world.loads == ["layer.0", "layer.2"]
 
 
@@ -169,23 +169,23 @@ def test_a_resident_layer_is_read_where_it_lives() -> None:
 def test_a_family_that_calls_its_layers_in_another_order_is_refused(called: int) -> None:
     world = World(3)
     world.stream.follow(forward_fetch_order(3))
-    world.visit(0)
+    world.use(0)
     with pytest.raises(UserError, match=rf"layer {called} where layer \[1\] was expected"):
         world.stream.fetch(called)
 
 
-def test_more_visits_than_the_list_has_are_refused() -> None:
+def test_a_fetch_behind_the_end_of_the_order_is_refused() -> None:
     world = World(1)
     world.stream.follow([0])
-    world.visit(0)
+    world.use(0)
     with pytest.raises(UserError, match="layer 0 where"):
         world.stream.fetch(0)
 
 
-def test_a_new_list_starts_only_when_the_old_one_is_done_or_abandoned() -> None:
+def test_a_new_order_starts_only_after_the_old_one_is_finished_or_abandoned() -> None:
     world = World(3)
     world.stream.follow(forward_fetch_order(3))
-    world.visit(0)
+    world.use(0)
     with pytest.raises(AssertionError, match="2 fetches left"):
         world.stream.follow(forward_fetch_order(3))
     world.stream.fetch(1)
@@ -193,10 +193,10 @@ def test_a_new_list_starts_only_when_the_old_one_is_done_or_abandoned() -> None:
     assert all(slot.state is SlotState.EMPTY for slot in world.ring.slots)
     world.stream.follow(forward_fetch_order(3))
     for layer in range(3):
-        world.visit(layer)
+        world.use(layer)
 
 
-def test_after_an_update_nothing_old_is_computed_with() -> None:
+def test_after_an_update_no_stale_weights_are_used() -> None:
     world = World(2)
     for value in (0.0, 10.0):
         world.stream.follow(forward_fetch_order(2))
@@ -209,14 +209,14 @@ def test_after_an_update_nothing_old_is_computed_with() -> None:
             planes.hi += 10
 
 
-def test_without_an_update_between_two_passes_what_is_there_is_used_again() -> None:
+def test_without_an_update_in_between_loaded_weights_are_reused() -> None:
     world = World(2)
     for _ in range(2):
         world.stream.follow(forward_fetch_order(2))
         world.stream.edge_weights(0)
         world.stream.edge_weights(1)
         for layer in range(2):
-            world.visit(layer)
+            world.use(layer)
         world.stream.edges_in_use()
     assert sorted(world.loads) == ["embedding", "head", "layer.0", "layer.1"]
 
@@ -242,17 +242,17 @@ def test_a_resident_edge_has_no_slot() -> None:
 LAYERS = st.integers(1, 20)
 
 
-def test_small_lists() -> None:
+def test_small_orders() -> None:
     assert forward_fetch_order(3) == [0, 1, 2]
     assert backward_fetch_order(3, 1) == [2, 1, 0]
-    # layers 2 and 0 are computed again for the inputs of 3 and 1
+    # layers 2 and 0 are recomputed for the inputs of 3 and 1
     assert backward_fetch_order(4, 2) == [2, 3, 2, 0, 1, 0]
     assert backward_fetch_order(5, 3) == [3, 4, 3, 0, 1, 2, 1, 0]
     assert training_fetch_order(2, 1, 2) == [0, 1, 1, 0, 0, 1, 1, 0]
 
 
 @given(LAYERS, st.integers(1, 25), st.integers(1, 3))
-def test_every_window_goes_forward_once_and_backward_through_the_segments(
+def test_each_accumulation_step_goes_forward_once_and_backward_through_the_segments(
     layers: int, segment: int, accumulation_steps: int
 ) -> None:
     forward, backward = forward_fetch_order(layers), backward_fetch_order(layers, segment)
@@ -262,20 +262,20 @@ def test_every_window_goes_forward_once_and_backward_through_the_segments(
 
 
 @given(LAYERS, st.integers(1, 25))
-def test_a_layer_s_backward_finds_its_input_and_the_gradient_of_its_output(layers: int, segment: int) -> None:
-    """Replays the list: kept inputs are those of every K-th layer; computing a layer again gives the next one's input."""
+def test_each_backward_finds_the_layer_s_input_and_output_gradient(layers: int, segment: int) -> None:
+    """Replays the order: inputs of every K-th layer are kept; recomputing a layer gives the input of the next."""
     inputs = set(range(0, layers, segment))
     waiting = layers - 1  # whose output gradient is complete
     recomputed_from: int | None = None
-    for visit in backward_fetch_order(layers, segment):
-        assert visit in inputs, f"layer {visit} has no input"
-        end_of_segment = min((visit // segment + 1) * segment, layers) - 1
-        if visit == waiting and (visit == end_of_segment or recomputed_from != visit - 1):
+    for layer in backward_fetch_order(layers, segment):
+        assert layer in inputs, f"layer {layer} has no input"
+        end_of_segment = min((layer // segment + 1) * segment, layers) - 1
+        if layer == waiting and (layer == end_of_segment or recomputed_from != layer - 1):
             waiting -= 1
         else:
-            assert visit + 1 <= end_of_segment, "nothing is computed again across a segment's end"
-            inputs.add(visit + 1)
-            recomputed_from = visit
+            assert layer + 1 <= end_of_segment, "nothing is recomputed across the end of a segment"
+            inputs.add(layer + 1)
+            recomputed_from = layer
     assert waiting == -1, "every layer had its backward"
 
 
@@ -289,14 +289,14 @@ def engine_of(**options: Any) -> HostEngine:
 
 
 def hold(unit: str, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unit's updates wait until they are let go; if nobody does so, their error tells."""
+    """Make the unit's updates wait for `let_go`; they fail if it is never set."""
     submit = CpuUpdater.submit_update
 
     def held(updater: CpuUpdater, name: str, *args: Any) -> Any:
         *args, after = args
 
         def waits() -> None:
-            assert let_go.wait(20), f"nobody came as far as that while {unit} was updated"
+            assert let_go.wait(20), f"the step did not get that far while {unit} was updated"
             after()
 
         return submit(updater, name, *args, waits if name == unit else after)
@@ -305,7 +305,7 @@ def hold(unit: str, let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def on_layer_call(do: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`do` is called with (layer, variant) before each computation of a layer."""
+    """Call `do` with (layer, variant) before each computation of a layer."""
     compute = Shell.call_layer
 
     def call(shell: Shell, index: int, variant: Any, *args: Any) -> Any:
@@ -316,10 +316,10 @@ def on_layer_call(do: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("unit", "layer"), [("layer.1", 0), ("layer.3", 2), ("head", 3)])
-def test_the_update_of_a_unit_goes_on_under_the_next_forward_until_the_unit_is_needed(
+def test_a_unit_is_updated_under_the_next_forward_until_it_is_needed(
     unit: str, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The unit's AdamW of the first step ends only when the second step's forward has come to the layer before it."""
+    """The unit's update of the first step ends only after the second step's forward has reached the layer before it."""
     data, let_go = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
     with engine_of() as engine, monkeypatch.context() as patch:
         hold(unit, let_go, patch)
@@ -330,7 +330,7 @@ def test_the_update_of_a_unit_goes_on_under_the_next_forward_until_the_unit_is_n
 
 
 def test_without_clipping_a_layer_is_updated_under_the_backward_of_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 0's backward starts only when layer 3's update has ended."""
+    """Layer 0's backward starts only after layer 3's update has ended."""
     data, updated = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
     with engine_of(gradient_plane=False, optim=AdamW(max_grad_norm=None)) as engine, monkeypatch.context() as patch:
         submit = CpuUpdater.submit_update
@@ -350,8 +350,8 @@ def test_without_clipping_a_layer_is_updated_under_the_backward_of_those_below(m
         assert engine.train_step(data).skipped is None
 
 
-def test_the_optimizer_of_a_finished_step_does_not_hold_up_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train_step` returns while every update is still waiting."""
+def test_a_step_returns_before_its_updates_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them still wait when `train_step` returns."""
     data, let_go = batch(LLAMA, seed=0, rows=2, tokens=8), threading.Event()
     with engine_of() as engine, monkeypatch.context() as patch:
         hold("embedding", let_go, patch)

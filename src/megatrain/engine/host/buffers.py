@@ -1,4 +1,4 @@
-"""`DeviceBuffers`: what streams weights in, gradients out and layer inputs both ways, and the step runner between them.
+"""`DeviceBuffers`: streams weights in, gradients out and layer inputs both ways, with the step runner between them.
 
 All of it can be closed and remade around the same planes, which is how OOM recovery (oom.py) changes what lives where.
 """
@@ -38,7 +38,7 @@ class DeviceBuffers:
         optimizer: Updates the planes behind the buffers; it stays when they are remade.
         shell: Hugging Face's code around the layers, whose layers call `runner.layers`; it stays, too.
         objective: The loss.
-        aborter: Checked before each visit of a layer.
+        aborter: Checked before each layer.
         plan: Resolved for the model.
         poison: Fill buffers with NaN after their use (tests).
 
@@ -83,7 +83,7 @@ class DeviceBuffers:
             self._optimizer,
             self._poison,
         )
-        self.inputs = InputStore(self.streams, frozenset())
+        self.inputs = InputStore(self.streams, ())
         self.follow(plan)
         flows = (self.streams, self.weights, self.gradients, self.inputs)
         self.runner = StepRunner(self.shell, *flows, self._objective, plan.compiled, self._aborter)
@@ -99,7 +99,7 @@ class DeviceBuffers:
         After an error nothing here can be used any more.
         """
         self.close()
-        # What holds device memory goes before its successor comes.
+        # Device memory is freed before its successor is allocated.
         del self.runner, self.weights, self.gradients, self.inputs
         for name, planes in self.store.units.items():
             if planes.resident and name not in plan.resident:
@@ -111,7 +111,7 @@ class DeviceBuffers:
         self._make(plan)
 
     def close(self) -> None:
-        """Give all buffers back; nothing runs any more."""
+        """Free all buffers. Nothing uses them any more."""
         self._copier.close()
         self.inputs.close()
         self.runner.close()
@@ -173,7 +173,7 @@ class DeviceBuffers:
     # ---------------------------------------------------------------- figures
 
     def reset_counters(self) -> None:
-        """Begin to count for a step."""
+        """Start counting for a new step."""
         self.weights.update_wait_s = 0.0
         self.weights.loaded_bytes = self.gradients.sent_bytes = 0
         self.inputs.out_bytes = self.inputs.back_bytes = 0
@@ -189,16 +189,9 @@ class DeviceBuffers:
 
     def counters(self) -> dict[str, int | float | str]:
         """See `HostEngine.counters`."""
-        moved, slabs = self.moved_bytes(), self.slabs
         return {
-            "h2d_bytes": moved["h2d"],
-            "d2h_bytes": moved["d2h"],
             "weight_bytes": self.weights.loaded_bytes,
             "gradient_bytes": self.gradients.sent_bytes,
-            "update_wait_s": self.weights.update_wait_s,
-            "slab_wait_s": slabs.wait_s if slabs else 0.0,
-            "slab_waits": slabs.waits if slabs else 0,
-            "slabs": len(slabs.slabs) if slabs else 0,
             "weight_slots": self.weights.slots,
             "fetches_left": self.weights.fetches_left,
             "compiled_layers": sum(self.shell.compiled(layer) for layer in range(len(self.structure.layers))),
@@ -225,7 +218,7 @@ class DeviceBuffers:
         }
 
     def pinned_bytes(self) -> int:
-        """Pinned host memory, planes included."""
+        """Bytes of pinned host memory, planes included."""
         staged = self._copier.pinned_bytes if isinstance(self._copier, StagedCopier) else 0
         slabs = sum(slab.pinned_bytes for slab in self._all_slabs())
         return self.store.pinned_bytes + slabs + staged + self.inputs.pinned_bytes
@@ -234,7 +227,7 @@ class DeviceBuffers:
         return [*(self.slabs.slabs if self.slabs else []), *self._edge_slabs.values()]
 
     def _wait_for_update(self, unit: str) -> None:
-        """The device is kept waiting only where the update has not ended yet; an ended one may have an error to raise."""
+        """Wait for a unit's update, and record the wait if there is one. A finished update may still have an error to raise."""
         if self._optimizer.finished(unit):
             self._optimizer.wait(unit)
             return

@@ -241,7 +241,7 @@ class HostEngine(Engine):
     # ---------------------------------------------------------------- training
 
     def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
-        """See `Engine.train_step`. AdamW goes on in the background when it returns.
+        """See `Engine.train_step`. Updates run in the background when it returns.
 
         Raises:
             NumericStop: Without a gradient plane, gradients were not finite and some units were already updated.
@@ -349,7 +349,7 @@ class HostEngine(Engine):
             self.close()
             raise NumericStop(
                 f"step {self.step}: loss {loss}, gradient norm {norm}; without a gradient plane some units were already updated\n"
-                "  -> resume from the last checkpoint; gradient_plane=True skips such steps instead"
+                "  -> resume from the last checkpoint; with gradient_plane=True the step would be skipped"
             )
         return why
 
@@ -411,7 +411,7 @@ class HostEngine(Engine):
         if not background:
             self._optimizer.wait_all()
         if self.store.resident_bytes:
-            self._streams.synchronize()  # the writer copies them on a stream of its own
+            self._streams.synchronize()  # the writer copies them on another stream
         state = {
             "step": self.step,
             "updates": self.updates,
@@ -469,9 +469,8 @@ class HostEngine(Engine):
         self._streams.synchronize()
 
     def counters(self) -> dict[str, int | float | str]:
-        """Of the latest step: `h2d_bytes` and `d2h_bytes` copied, of which `weight_bytes` and `gradient_bytes`; `update_wait_s`,
-        `slab_wait_s`, `slab_waits`. Now: `updates_running` in the background, `fetches_left` of the step in progress. And
-        `slabs`, `weight_slots`, `compiled_layers`, and the gradients' `route`."""
+        """`weight_bytes` and `gradient_bytes` copied for the latest step, `updates_running` in the background, `fetches_left` of
+        the step in progress; `weight_slots`, `compiled_layers`, and the gradients' `route`."""
         running = sum(not job.done() for job in self._optimizer.pending().values())
         return {**self._device_side.counters(), "updates_running": running}
 
@@ -529,7 +528,7 @@ class HostEngine(Engine):
         self.synchronize()
         try:
             self._device_side.rearrange(plan)
-        except BaseException:  # without its buffers the engine cannot go on
+        except BaseException:  # without buffers the engine cannot compute
             self._closed = True
             self._optimizer.close()
             self.store.close()

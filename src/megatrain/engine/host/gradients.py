@@ -42,7 +42,7 @@ class SlabJobs(Protocol):
     """Background jobs that consume slabs. A job waits for `arrived` first; its future ends when the slab is free."""
 
     def add(self, unit: Unit, slab: torch.Tensor, first: bool, arrived: Event) -> Future[None]: ...
-    def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]: ...
+    def update_from(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]: ...
 
 
 class UnitSum:
@@ -286,7 +286,7 @@ class GradientFlow:
         staging.send(destination, arrived, self._poison, unit.name)
         self.sent_bytes += destination.nbytes
         if self.route is Route.FUSED_UPDATE:
-            slab.drain(self._jobs.eat(unit, destination, arrived))
+            slab.drain(self._jobs.update_from(unit, destination, arrived))
         else:
             first = unit.name not in self._sent_this_step
             slab.drain(self._jobs.add(unit, destination, first, arrived))

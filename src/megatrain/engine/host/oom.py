@@ -27,8 +27,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 HOST_RESERVE_BYTES = GIB
 """Host memory that a reduced plan must leave free."""
-ConfigChanges = dict[str, dict[str, Any]]
-"""Config section -> key -> value."""
+REDUCIBLE = (
+    ("activations", "recompute", "activations.policy", "recompute"),
+    ("mlp_chunk_tokens", "mlp_tokens", "activations.mlp_chunk_tokens", None),
+    ("offload_input", "offload", "activations.offload_input", "on"),
+    ("microbatch_rows", "chunk_rows", "batch.microbatch_rows", None),
+    ("head_chunk_tokens", "head_tokens", "batch.head_chunk_tokens", None),
+    ("accumulation_steps", "windows", "batch.accumulation_steps", None),
+)
+"""Field of the plan, its key under `ladder` in a checkpoint, its config setting, and the setting's value (None: the field's)."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class OomRecovery:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What differs from the plan that the run started with, as `section.key: value`."""
+        """Differences to the plan that the run started with, as `section.key: value`."""
         return _flat(config_changes(self.planned, self.plan, self._device_fraction))
 
     def shape(self, batch_BT: Sequence[int]) -> StepShape:
@@ -117,23 +124,15 @@ class OomRecovery:
             self._reduce(shape, batch_BT, failure, training)
 
     def as_dict(self) -> dict[str, Any]:
-        """What a checkpoint stores under `ladder`: the bounds that recovery has found, None for those it has not changed."""
+        """What a checkpoint stores under `ladder`: bounds that recovery has found, None or False for those it has not changed."""
         plan, planned = self.plan, self.planned
-
-        def changed(name: str) -> Any:
-            return None if getattr(plan, name) == getattr(planned, name) else getattr(plan, name)
-
-        return {
-            "recompute": changed("activations") is not None,
-            "chunk_rows": changed("microbatch_rows"),
-            "head_tokens": changed("head_chunk_tokens"),
-            "mlp_tokens": changed("mlp_chunk_tokens"),
-            "offload": changed("offload_input") is not None,
-            "windows": changed("accumulation_steps"),
-            "resident": None if changed("placement") is None else len(plan.resident),
-            "device_fraction": self._device_fraction,
-            "device_bytes": self.device_bytes,
-        }
+        bounds: dict[str, Any] = {key: False if word else None for _, key, _, word in REDUCIBLE}
+        for field, key, _, word in REDUCIBLE:
+            if getattr(plan, field) != getattr(planned, field):
+                bounds[key] = bool(word) or getattr(plan, field)
+        resident = None if plan.placement == planned.placement else len(plan.resident)
+        fraction = self._device_fraction
+        return {**bounds, "resident": resident, "device_fraction": fraction, "device_bytes": self.device_bytes}
 
     def restore(self, ladder: Mapping[str, Any]) -> None:
         """Apply the bounds stored in a checkpoint, unless this device has more memory. Reductions since then stay."""
@@ -246,37 +245,28 @@ def limit_device(device: torch.device, device_gib: float | None) -> int:
     return min(total, int(device_gib * GIB))
 
 
-def config_changes(before: ExecutionPlan, after: ExecutionPlan, device_fraction: float | None = None) -> ConfigChanges:
-    """The config settings that lead from one resolved plan to a reduced one."""
-
-    def changed(name: str, value: Any = None) -> Any:
-        found = getattr(after, name)
-        return None if found == getattr(before, name) else found if value is None else value
-
+def config_changes(before: ExecutionPlan, after: ExecutionPlan, device_fraction: float | None = None) -> dict[str, Any]:
+    """The config settings, as `section.key`, that lead from one resolved plan to a reduced one."""
     changes = {
-        "activations": {
-            "policy": changed("activations", "recompute"),
-            "mlp_chunk_tokens": changed("mlp_chunk_tokens"),
-            "offload_input": changed("offload_input", "on"),
-        },
-        "batch": {name: changed(name) for name in ("microbatch_rows", "head_chunk_tokens", "accumulation_steps")},
-        "memory": {"device_fraction": device_fraction},
+        setting: word or getattr(after, field)
+        for field, _, setting, word in REDUCIBLE
+        if getattr(after, field) != getattr(before, field)
     }
-    found = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in changes.items()}
-    return {name: keys for name, keys in found.items() if keys}
+    return changes if device_fraction is None else {**changes, "memory.device_fraction": device_fraction}
 
 
-def as_yaml(changes: ConfigChanges) -> str:
+def as_yaml(changes: Mapping[str, Any]) -> str:
     """Lines to paste into a config."""
-    return "\n".join(
-        line
-        for name, keys in changes.items()
-        for line in (f"{name}:", *(f"  {key}: {value}" for key, value in keys.items()))
-    )
+    lines: list[str] = []
+    for setting, value in changes.items():
+        section, _, key = setting.partition(".")
+        lines += [] if f"{section}:" in lines else [f"{section}:"]
+        lines.append(f"  {key}: {value}")
+    return "\n".join(lines)
 
 
-def _flat(changes: ConfigChanges) -> tuple[str, ...]:
-    return tuple(f"{name}.{key}: {value}" for name, keys in changes.items() for key, value in keys.items())
+def _flat(changes: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{setting}: {value}" for setting, value in changes.items())
 
 
 def _bounded(plan: ExecutionPlan, ladder: Mapping[str, Any]) -> ExecutionPlan:

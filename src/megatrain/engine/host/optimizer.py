@@ -81,7 +81,7 @@ class HostOptimizer:
         updater: The host threads.
 
     Attributes:
-        coefficients: Numbers of the step for `eat`, set before its backward.
+        coefficients: Numbers of the step for `update_from`, set before its backward.
         saving: The latest save's planes. While it runs, it copies a unit, or delays the update, before the unit changes.
     """
 
@@ -126,7 +126,7 @@ class HostOptimizer:
             self._protect(unit)
             self._jobs[unit.name] = self._submit_update(unit, planes.grad, coefficients, arrived[unit.name])
 
-    def eat(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
+    def update_from(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
         """Launch a unit's update from a gradient slab, with `self.coefficients`."""
         assert self.coefficients is not None
         self._protect(unit)
