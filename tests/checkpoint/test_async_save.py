@@ -1,4 +1,4 @@
-"""Saves while training goes on, and loads that stream in behind the first forward, on the real engine."""
+"""Saves while training continues, and loads that stream in under the first forward, on the real engine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Makes every write of a save take a while."""
+    """Slows down every write of a save."""
 
     def slow(seconds: float) -> None:
         real = os.write
@@ -132,7 +132,7 @@ def state_bytes(engine: HostEngine) -> int:
 def test_a_save_under_training_is_of_one_step_and_resumes_exactly(
     placement: str, buffer_bytes: int, tmp_path: Path, writer_behind: None
 ) -> None:
-    """CASES 21: 3 + save + 3 equals 6, where the save is written under the second 3 and read under the first forward."""
+    """3 steps, save, 3 steps equal 6 steps; the save is written under the second 3 and read under the first forward."""
     options = PLACEMENTS[placement]
     batches = data(6)
     with engine_of(**options) as straight:
@@ -156,8 +156,8 @@ def test_a_save_under_training_is_of_one_step_and_resumes_exactly(
         assert_same(planes_of(resumed), wanted)
 
 
-def test_any_placement_reads_any_others(tmp_path: Path) -> None:
-    """What is on the disk does not depend on where the units live."""
+def test_any_placement_reads_a_checkpoint_of_any_other(tmp_path: Path) -> None:
+    """Files do not depend on where the units live."""
     with engine_of(resident=["layer.1"], keep="all") as engine:
         train(engine, data(2))
         engine.save(tmp_path / "ckpt")
@@ -187,9 +187,7 @@ def test_all_units_are_copied_before_their_updates_if_there_is_room(
         assert_same(planes_of(engine), then)
 
 
-def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_ahead_ends_the_save_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
@@ -209,7 +207,7 @@ def test_a_copy_ahead_that_fails_ends_the_save_and_nothing_else(
 def test_without_memory_for_copies_updates_wait_for_the_writer(
     refused_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
 ) -> None:
-    """The save loses nothing, and neither side waits for a copy that nobody makes."""
+    """The save is complete, and neither side waits for a copy that nobody makes."""
     slow_disk(0.001)
     made, mapped = itertools.count(), StagingMemory.like
 
@@ -230,7 +228,7 @@ def test_without_memory_for_copies_updates_wait_for_the_writer(
 
 
 @pytest.mark.parametrize("placement", ["host", "partly resident", "whole masters"])
-def test_prepared_memory_is_what_the_copies_take(
+def test_copies_use_the_prepared_memory(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
 ) -> None:
     """A save maps no more memory. Memory left over returns to the system at the end of the save, or of the engine."""
@@ -261,7 +259,7 @@ def test_prepared_memory_is_what_the_copies_take(
     assert memory.ready_bytes == 0
 
 
-def test_no_memory_is_prepared_that_the_host_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_memory_is_prepared_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_planes, "available_host_bytes", lambda: host_planes.RESERVED_BYTES + 5000)
     memory = StagingMemory()
     memory.prepare([4096, 1 << 20, 4096])
@@ -271,7 +269,7 @@ def test_no_memory_is_prepared_that_the_host_does_not_have(monkeypatch: pytest.M
     assert memory.missing_bytes([torch.empty(1024), torch.empty(1024), torch.empty(512)]) == 4096 + 2048
 
 
-def test_a_save_of_weights_copies_weights(tmp_path: Path, writer_behind: None) -> None:
+def test_a_save_of_weights_copies_only_weights(tmp_path: Path, writer_behind: None) -> None:
     with engine_of() as engine:
         train(engine, data(1))
         save = engine.save(tmp_path / "weights", background=True, weights_only=True)
@@ -281,10 +279,10 @@ def test_a_save_of_weights_copies_weights(tmp_path: Path, writer_behind: None) -
 
 
 @pytest.mark.parametrize("placement", ["host", "partly resident"])
-def test_copies_take_no_memory_that_the_host_does_not_have(
+def test_copies_use_no_more_memory_than_the_host_has(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: Callable[[float], None]
 ) -> None:
-    """A save on a full host costs waits, not the run."""
+    """A save on a full host makes updates wait, but does not end the run."""
     slow_disk(0.001)
     monkeypatch.setattr(host_planes, "available_host_bytes", lambda: host_planes.RESERVED_BYTES)
     with engine_of(**PLACEMENTS[placement]) as engine:
@@ -297,7 +295,7 @@ def test_copies_take_no_memory_that_the_host_does_not_have(
         assert_same(planes_of(engine), then)
 
 
-def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step(
+def test_a_failed_copy_before_an_update_ends_the_save_and_not_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_writer: threading.Event
 ) -> None:
     def no_memory(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -320,7 +318,7 @@ def test_a_copy_on_behalf_of_an_update_that_fails_ends_the_save_and_not_the_step
 def test_copies_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer_behind: None, slow_disk: Callable[[float], None]
 ) -> None:
-    """CASES 25, by count: the copies that exist at one time never exceed the buffer."""
+    """By count: the copies that exist at one time never exceed the buffer."""
     slow_disk(0.001)
     most: list[int] = []
     claim = HostPlanes._claim
@@ -347,7 +345,7 @@ def test_copies_are_bounded(
 
 
 def test_updates_of_written_units_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlap, by order and not by clocks: with the writer held at its last unit, all other units get their next update."""
+    """Overlap, by order and not by clocks: while the writer is held at the last unit, all others get their next update."""
     reached, released = threading.Event(), threading.Event()
     write_unit = writer.write_unit
 
@@ -378,7 +376,7 @@ def test_updates_of_written_units_do_not_wait(tmp_path: Path, monkeypatch: pytes
         train(engine, data(1, 2))
 
 
-def test_one_save_at_a_time_and_the_end_is_told(tmp_path: Path, slow_disk: Callable[[float], None]) -> None:
+def test_one_save_at_a_time_and_each_reports_its_end(tmp_path: Path, slow_disk: Callable[[float], None]) -> None:
     slow_disk(0.005)
     order: list[str] = []
     with engine_of() as engine:
@@ -394,7 +392,7 @@ def test_one_save_at_a_time_and_the_end_is_told(tmp_path: Path, slow_disk: Calla
     assert is_complete(tmp_path / "one") and is_complete(tmp_path / "two")
 
 
-def test_close_lets_a_save_end_and_cancel_leaves_nothing(tmp_path: Path, slow_disk: Callable[[float], None]) -> None:
+def test_close_waits_for_a_save_and_cancel_leaves_nothing(tmp_path: Path, slow_disk: Callable[[float], None]) -> None:
     slow_disk(0.005)
     with engine_of() as engine:
         train(engine, data(1))
@@ -415,7 +413,7 @@ def test_close_lets_a_save_end_and_cancel_leaves_nothing(tmp_path: Path, slow_di
 def test_a_checkpoint_that_is_not_read_back_as_written_never_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 45: the disk lies about one byte; nobody is told that anything was saved."""
+    """The disk changes one byte; nobody is told that anything was saved."""
     told: list[int] = []
     real = os.write
 
@@ -442,7 +440,7 @@ def test_a_checkpoint_that_is_not_read_back_as_written_never_appears(
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, at: int, code: int) -> list[str]:
-    """The n-th system call of a save fails, whichever of its threads makes it. Returns the calls seen."""
+    """Make the n-th system call of a save fail, in whichever thread. Returns the list of calls so far."""
     seen: list[str] = []
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -466,7 +464,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, at: int, code: int) -> list[str]:
 def test_fault_at_a_system_call_of_a_background_save(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The previous checkpoint stays, nothing is left of the new one, training is not touched, the next step says so."""
+    """The previous checkpoint stays, nothing is left of the new one, training is unaffected, and the next step reports it."""
     runs = tmp_path / "runs"
     batches = data(3)
     with engine_of() as straight:
@@ -497,10 +495,10 @@ def test_fault_at_a_system_call_of_a_background_save(
 
 
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
-def test_the_next_step_tells_of_a_failed_save_once(
+def test_the_next_step_reports_a_failed_save_once(
     on_error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 18: and an update that waited for the writer goes on when the writer fails."""
+    """An update that waited for the writer runs when the writer fails."""
     batches = data(4)
     with engine_of() as straight:
         train(straight, batches)
@@ -523,7 +521,7 @@ def test_the_next_step_tells_of_a_failed_save_once(
 
 
 def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
-    """CASES 25: saves in the background, with copies, leave nothing behind."""
+    """Background saves with copies leave nothing behind."""
     wide = LlamaConfig(
         vocab_size=2048, hidden_size=192, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, pad_token_id=0,
@@ -541,9 +539,9 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
             if number in (5, 25):
                 gc.collect()
             sizes.append(process.memory_info().rss)
-        state_bytes = sum(p.nbytes for planes in engine.store.units.values() for p in planes.state().values())
-    assert state_bytes > 20 << 20
-    assert sizes[-1] - sizes[5] < state_bytes / 10, [size >> 10 for size in sizes]
+        size = state_bytes(engine)
+    assert size > 20 << 20
+    assert sizes[-1] - sizes[5] < size / 10, [rss >> 10 for rss in sizes]
 
 
 # ------------------------------------------------------------------ loads
@@ -552,7 +550,7 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
 def test_the_first_forward_starts_when_the_first_units_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lazy, by order: the reader is held before the last layer until the first layer has been computed."""
+    """By order: the reader is held before the last layer until the first layer was computed."""
     with engine_of() as engine:
         train(engine, data(2))
         engine.save(tmp_path / "ckpt")
@@ -564,7 +562,7 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
 
     def held(self: OpenCheckpoint, unit: Any, *rest: Any) -> None:
         if unit.name == last:
-            assert reached_layer.wait(30), "the forward waits for layers that it does not need yet"
+            assert reached_layer.wait(30), "the forward waits for layers before it needs them"
         restore(self, unit, *rest)
         restored.append(unit.name)
 
@@ -582,10 +580,8 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
         assert last in restored
 
 
-def test_a_load_needs_the_weights_of_one_unit_beside_the_planes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Peak memory, by count: what the reader allocates is given back before the next unit."""
+def test_a_load_needs_memory_for_the_weights_of_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak memory, by count: the reader frees what it allocated before the next unit."""
     with engine_of() as engine:
         engine.save(tmp_path / "ckpt")
         largest = max(planes.layout.numel for planes in engine.store.units.values()) * 2
@@ -618,7 +614,7 @@ def flip_last_byte(path: Path) -> None:
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("resident", [(), ("layer.1",)])
 def test_after_a_failed_load_the_engine_refuses_to_compute(wait: bool, resident: Any, tmp_path: Path) -> None:
-    """CASES 28: some units are the checkpoint's, some are not; nobody trains on that, saves it, or reads it."""
+    """Some units are the checkpoint's, some are not: nobody may train on that, save it, or read it."""
     with engine_of(resident=resident) as engine:
         train(engine, data(1))
         engine.save(tmp_path / "runs" / "step_1")
@@ -646,7 +642,7 @@ def test_after_a_failed_load_the_engine_refuses_to_compute(wait: bool, resident:
         engine.save(tmp_path / "runs" / "step_3")
 
 
-def test_a_checkpoint_that_is_refused_at_the_door_changes_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_refused_before_it_is_read_changes_nothing(tmp_path: Path) -> None:
     with engine_of() as engine:
         train(engine, data(1))
         before = planes_of(engine)
@@ -672,7 +668,7 @@ def test_an_engine_without_weights_computes_nothing_before_a_load(tmp_path: Path
         assert train(empty, data(1, 1)) == wanted
 
 
-def test_a_load_can_be_given_up_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_can_be_cancelled_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         train(engine, data(1))
         engine.save(tmp_path / "ckpt")
@@ -696,7 +692,7 @@ def test_a_load_can_be_given_up_and_begun_again(tmp_path: Path, monkeypatch: pyt
 
 
 def test_device_copies_of_buffers_are_refreshed_by_a_load(tmp_path: Path) -> None:
-    """A router's correction bias lives on the device too; a load must reach that copy, here another tensor on the CPU."""
+    """A router's correction bias lives on the device, too; a load must reach that copy, here another tensor on the CPU."""
     with engine_of("deepseek_v3") as engine:
         name = next(n for n in engine.buffers if "correction_bias" in n)
         engine.buffers[name].fill_(0.5)
@@ -712,7 +708,7 @@ def test_device_copies_of_buffers_are_refreshed_by_a_load(tmp_path: Path) -> Non
         assert bool((again.buffers[name] == 0.5).all())
 
 
-def test_code_of_the_source_goes_along_only_when_it_is_trusted(tmp_path: Path) -> None:
+def test_code_of_the_source_is_copied_only_if_it_is_trusted(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     build(LLAMA, seed=0).save_pretrained(folder)
     (folder / "modeling_own.py").write_text("x = 1\n")

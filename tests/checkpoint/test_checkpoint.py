@@ -57,7 +57,7 @@ def test_state_comes_back_bit_for_bit(name: str, split: bool, tmp_path: Path):
     again = host_folder(source, split)
     assert load(target, again) == {"step": 1, "loss_scale": 2.0}
     assert_same_state(hosted, again)
-    # The other kind of store gets the same masters from the same files.
+    # The other kind of store reads the same masters from the same files.
     other = host_folder(source, not split)
     load(target, other)
     masters = hosted.masters()
@@ -66,7 +66,7 @@ def test_state_comes_back_bit_for_bit(name: str, split: bool, tmp_path: Path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_loads_it_as_it_is(name: str, tmp_path: Path):
-    """Case 26: key set and shapes equal the source's, types are those that transformers computes in."""
+    """Keys and shapes are the source's, dtypes are those that transformers computes in."""
     source = tmp_path / "source"
     save_family(name, source)
     hosted = trained(source)
@@ -92,7 +92,7 @@ def test_transformers_loads_it_as_it_is(name: str, tmp_path: Path):
 
 
 def test_size_is_that_of_bf16_weights(llama: Path, tmp_path: Path):
-    """Case 26, size doubled: 2 bytes a parameter for transformers, 10 beside them."""
+    """2 bytes a parameter for transformers, 10 beside them; no weight is stored twice."""
     hosted = trained(llama)
     target = save(hosted, tmp_path / "ckpt", llama)
     params = hosted.structure.param_count
@@ -106,7 +106,6 @@ def test_size_is_that_of_bf16_weights(llama: Path, tmp_path: Path):
 
 
 def test_tied_weight_is_one_entry_and_stays_tied(tmp_path: Path):
-    """Case 13."""
     source = tmp_path / "source"
     save_family("llama", source, tie=True)
     hosted = trained(source)
@@ -128,7 +127,6 @@ def test_tied_weight_is_one_entry_and_stays_tied(tmp_path: Path):
 
 
 def test_everything_but_weights_is_copied(llama: Path, tmp_path: Path):
-    """Case 26."""
     config = json.loads((llama / "config.json").read_text())
     config["torch_dtype"] = "float32"
     config.pop("dtype", None)
@@ -189,7 +187,7 @@ def test_state_of_all_kinds_comes_back(llama: Path, tmp_path: Path):
 
 
 def test_five_steps_equal_two_saved_and_three_resumed(llama: Path, tmp_path: Path):
-    """Case 21 for what this package holds: AdamW on the masters goes on bit for bit."""
+    """AdamW on the masters continues bit for bit."""
 
     def step(hosted: Hosted, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -215,7 +213,7 @@ def test_five_steps_equal_two_saved_and_three_resumed(llama: Path, tmp_path: Pat
 
 
 def test_peak_memory_is_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Case 25, by count: per unit, weights and rest are views of the planes, and nothing else is made."""
+    """By count: for each unit, weights and rest are views of the planes, and nothing else is allocated."""
     save_family("llama", tmp_path / "source")
     hosted = trained(tmp_path / "source")
     owned = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in hosted.planes().values()]
@@ -230,7 +228,7 @@ def test_peak_memory_is_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(writer.FolderWriter, "write_tensors", spying)
     save(hosted, tmp_path / "ckpt", tmp_path / "source")
     assert len(copied) == 2 * len(hosted.structure.units)
-    assert not any(copied), "split planes of a family without conversions are written without a copy"
+    assert not any(copied), "split planes of a family without conversion are written without a copy"
 
     save_family("mixtral", tmp_path / "moe")
     hosted = trained(tmp_path / "moe")
@@ -241,7 +239,7 @@ def test_peak_memory_is_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_is_flat_over_twenty_saves(llama: Path, tmp_path: Path):
-    """Case 25: nothing of a save stays behind."""
+    """A save leaves nothing behind."""
     hosted = trained(llama)
     save(hosted, tmp_path / "warm", llama)
     tracemalloc.start()
@@ -273,7 +271,6 @@ def test_existing_folder_is_never_overwritten(llama: Path, tmp_path: Path):
 
 
 def test_latest_complete_sees_only_complete_ones(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Case 23."""
     runs = tmp_path / "checkpoints"
     assert latest_complete(runs) is None
     hosted = trained(llama)
@@ -302,7 +299,7 @@ def test_another_models_checkpoint_is_refused_before_anything_is_read(llama: Pat
     assert all(torch.equal(as_bits(before[key]), as_bits(tensor)) for key, tensor in other.planes().items())
 
 
-def test_conversion_that_does_not_go_back_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_inexact_conversion_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = save(trained(llama), tmp_path / "ckpt", llama)
     to_model = reader.Conversion.to_model
 

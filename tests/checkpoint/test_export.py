@@ -1,4 +1,4 @@
-"""`export` and `verify`: a plain folder that computes the same, and every damaged byte named (CASES 26, 28)."""
+"""`export` writes a plain folder that computes the same, and `verify` names every damaged file and tensor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
         assert words in text
 
 
-def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
+def test_the_card_of_a_run_says_how_the_model_was_trained(tmp_path: Path) -> None:
     _, _, run = checkpoint("llama", tmp_path)
     settings = {
         "model": {"path": "source"},
@@ -96,12 +96,12 @@ def test_the_card_of_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
     [
         ({"path": "org/name"}, "org/name"),
         ({"path": "org/name", "init": "random"}, None),
-        ({"path": "org/gone"}, None),  # a folder's path looks alike
+        ({"path": "org/gone"}, None),  # the path of a folder that is gone looks the same
         ({"path": "/cache/models--org--na-me/snapshots/0f1"}, "org/na-me"),
         ({"path": "models/mine"}, None),
     ],
 )
-def test_the_card_names_the_model_that_training_began_with(
+def test_the_card_names_the_model_that_training_started_from(
     model: dict[str, str], base: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card, "cached_snapshot", lambda name: tmp_path if name in ("org/name", "models/mine") else None)
@@ -148,8 +148,8 @@ def test_a_bf16_source_is_exported_as_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
-def test_a_large_model_becomes_shards_of_a_size(family: str, tmp_path: Path) -> None:
-    """Units lie in several shards, types of two sizes in one; index and tensors are those of the single file."""
+def test_a_large_model_is_split_into_shards(family: str, tmp_path: Path) -> None:
+    """A unit may be in several shards, and a shard may hold two dtypes; index and tensors equal those of the single file."""
     _, source, run = checkpoint(family, tmp_path)
     limit = max(t.numel() * 2 for t in tensors(source).values()) * 2
     words = ["--dtype=bf16", f"--max-shard-size={limit / 1000}KB"]
@@ -170,7 +170,7 @@ def test_a_large_model_becomes_shards_of_a_size(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("word", ["5", "GB", "-1GB", "5 gigabytes", "0MB", "nanGB"])
-def test_a_size_that_is_none_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_shard_size_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["export", "run", "out", f"--max-shard-size={word}"])
     assert "should be a size like 5GB" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Checkpoints when things go wrong: full disks, killed writers, damaged files. Nothing half-written is ever seen."""
+"""Full disks, killed writers, damaged files: an incomplete checkpoint is never seen as one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, at: int, fault: Callable[[], None], calls: tuple[str, ...] = CALLS) -> list:
-    """Run `fault` at the n-th system call; returns the list that the calls are counted in."""
+    """Run `fault` at the n-th system call. Returns the list of calls so far."""
     seen: list[str] = []
 
     def wrap(name: str, real: Callable) -> Callable:
@@ -41,7 +41,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, at: int, fault: Callable[[], None], 
             if name == "open" and isinstance(args[0], (str, Path)) and not args[1] & (os.O_CREAT | os.O_DIRECTORY):
                 return real(*args, **kwargs)  # a read
             if name == "mkdir" and Path(args[0]).is_dir():
-                return real(*args, **kwargs)  # it exists already: pathlib ignores any error then, rightly
+                return real(*args, **kwargs)  # it exists already, and pathlib ignores the error
             seen.append(name)
             if len(seen) == at + 1:
                 fault()
@@ -67,13 +67,13 @@ def names(folder: Path) -> set[str]:
 
 
 def still_open(folder: Path) -> list[str]:
-    """Files below a folder, removed ones too, that this process holds open."""
+    """Files below a folder that this process holds open, including removed ones."""
     held = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [path for path in held if path.startswith(str(folder))]
 
 
 def moments(calls: list[str], stride: int) -> list[int]:
-    """Most calls write one of many tensors: every `stride`-th of all, and each of the last ones, which end the save."""
+    """Every `stride`-th call, as most write one of many tensors, and each of the last ones, which end the save."""
     return sorted({*range(0, len(calls), stride), *range(len(calls) - 10, len(calls))})
 
 
@@ -109,16 +109,15 @@ def test_fault_at_a_system_call_of_a_save(
     assert latest_complete(runs) == runs / "step_2"
 
 
-def test_writer_killed_at_any_moment_leaves_nothing_half_written_in_sight(
+def test_a_writer_killed_at_any_moment_leaves_no_incomplete_checkpoint(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Case 23."""
     runs = tmp_path / "runs"
     hosted = trained(llama)
     calls = count_calls(monkeypatch, hosted, runs / "step_1", llama)
     for at in moments(calls, stride=5):
         pid = os.fork()
-        if pid == 0:  # the writer, until it kills itself; it must never come back into pytest
+        if pid == 0:  # the writer, which kills itself; it must never return into pytest
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     inject(patch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -150,13 +149,12 @@ def test_temporary_folders_of_others_are_left_alone(llama: Path, tmp_path: Path)
     (elsewhere / MARKER_FILE).write_text(json.dumps(identity | {"host": "another", "pid": 999999}))
     save(trained(llama), runs / "step_1", llama)
     assert names(runs) == {"a.tmp-1", "b.tmp-999999", "c.tmp-999999", "step_1"}
-    (alive / MARKER_FILE).write_text(json.dumps(identity | {"started": 1.0}))  # the pid lives on in another process
+    (alive / MARKER_FILE).write_text(json.dumps(identity | {"started": 1.0}))  # another process has the pid now
     save(trained(llama), runs / "step_2", llama)
     assert "a.tmp-1" not in names(runs)
 
 
-def test_no_room_is_found_before_anything_is_written(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Case 24."""
+def test_a_full_disk_is_found_before_anything_is_written(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hosted = trained(llama)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12345))
     with pytest.raises(UserError, match=r"needs .* \([\d,]+ bytes\), .* \(12,345 bytes\) are free"):
@@ -164,7 +162,7 @@ def test_no_room_is_found_before_anything_is_written(llama: Path, tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
-def test_folder_that_cannot_be_made_is_named(llama: Path, tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_named(llama: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         save(trained(llama), tmp_path / "file" / "ckpt", llama)
@@ -178,8 +176,7 @@ def flip(path: Path, position: int) -> None:
         stream.write(bytes([byte ^ 0x10]))
 
 
-def test_flipped_bit_in_any_file_is_found_and_named(llama: Path, tmp_path: Path):
-    """Case 28."""
+def test_a_flipped_bit_in_any_file_is_found_and_named(llama: Path, tmp_path: Path):
     runs = tmp_path / "runs"
     hosted = trained(llama)
     good, bad = save(hosted, runs / "step_1", llama), save(hosted, runs / "step_2", llama, step=2)
@@ -200,7 +197,6 @@ def test_flipped_bit_in_any_file_is_found_and_named(llama: Path, tmp_path: Path)
 
 
 def test_truncated_and_missing_files_are_named(llama: Path, tmp_path: Path):
-    """Case 28."""
     hosted = trained(llama)
     target = save(hosted, tmp_path / "ckpt", llama)
     for name in ("model-00002-of-00004.safetensors", "state/layer.1.safetensors", "state.json", "tokenizer.json"):
@@ -216,7 +212,7 @@ def test_truncated_and_missing_files_are_named(llama: Path, tmp_path: Path):
     load(target, hosted)
 
 
-def test_newer_format_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_newer_format_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writer, "FORMAT_VERSION", 99)
     hosted = trained(llama)
     target = save(hosted, tmp_path / "ckpt", llama)

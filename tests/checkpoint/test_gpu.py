@@ -1,4 +1,4 @@
-"""Saves and loads under training with a real device: copies on other streams, units that live there, buffers that do."""
+"""Saves and loads under training on a GPU: copies on other streams, resident units, buffers on the device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def planes_of(engine: HostEngine) -> dict[str, torch.Tensor]:
 def test_a_save_under_training_is_of_one_step(
     options: dict[str, Any], buffer_bytes: int, family: str, tmp_path: Path
 ) -> None:
-    """CASES 21: what is saved while steps 3 and 4 run is step 2, wherever the units live; and it comes back there."""
+    """A save written during steps 3 and 4 holds step 2, wherever the units live, and is restored there."""
     with engine_of(family, **options) as engine:
         train(engine, family, range(2))
         wanted = planes_of(engine)

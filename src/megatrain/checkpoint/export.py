@@ -259,7 +259,7 @@ def _write_weights(
     with ExitStack() as stack:
         # All shards are open at once, because a unit may be spread over several.
         writers = {
-            name: stack.enter_context(folder.tensors_by_and_by(name, shard))
+            name: stack.enter_context(folder.streamed_tensors(name, shard))
             for name, shard in zip(names, shards, strict=True)
         }
         for (_, tensors), wanted in zip(units, metas, strict=True):

@@ -96,12 +96,12 @@ class FilesWriter:
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a safetensors file from CPU tensors, without copying contiguous ones."""
-        with self.tensors_by_and_by(name, tensors) as write:
+        with self.streamed_tensors(name, tensors) as write:
             for key in safetensors_header(tensors)[1]:
                 write(key, tensors[key])
 
     @contextmanager
-    def tensors_by_and_by(
+    def streamed_tensors(
         self, name: str, described: Mapping[str, torch.Tensor]
     ) -> Iterator[Callable[[str, torch.Tensor], None]]:
         """Write a safetensors file whose tensors come one at a time, in any order.

@@ -22,15 +22,7 @@ OnError = Literal["stop", "warn"]
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options of a save; see `Engine.save`.
-
-    Attributes:
-        background: Return while it is being written.
-        weights_only: Write bf16 weights without training state.
-        on_error: What the next step does if a background save has failed: raise its error, or log a warning.
-        buffer_bytes: Bound on the memory for staging copies; None: chosen by the free memory.
-        then: Called in the save's thread when the checkpoint is complete and was read back.
-    """
+    """The options of `Engine.save`, which describes them."""
 
     background: bool
     weights_only: bool

@@ -1,4 +1,4 @@
-"""The parity comparison is worth something: known faults of parallel trainers, put in on purpose, turn it red."""
+"""The parity comparison finds known faults of parallel trainers, injected on purpose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_tie_sync() -> None:
 
 
 def local_norm() -> None:
-    """Case 40: each rank clips by the norm of what it holds itself."""
+    """Each rank clips by the norm of its own shard."""
     finish = gradients.Gradients.finish
 
     def local_finish(self, loss):
@@ -77,7 +77,7 @@ def documents_ignored() -> None:
 
 
 def partial_gradients() -> None:
-    """Gradients of parameters that tensor ranks share are not added up over them."""
+    """Gradients of parameters shared by tensor ranks are not summed over them."""
     gradients.all_reduce_coalesced = lambda shares, group: None
 
 
@@ -97,15 +97,15 @@ def partial_gradients() -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-def test_a_fault_turns_the_comparison_red(case, fault):
+def test_the_comparison_finds_the_fault(case, fault):
     try:
         found = differences(on_ranks(case, fault), plain(case), tolerance=1e-6)
-    except AssertionError as error:  # copies that should be equal are not: found before anything is compared
+    except AssertionError as error:  # replicas differ, which is found before anything is compared
         found = [str(error)]
     print("\n".join(found))
     assert found, "the fault went unnoticed"
 
 
 @pytest.mark.parametrize("case", [PIPELINE, SHARDED, SPLIT, COPIES, CONTEXT], ids=str)
-def test_without_a_fault_the_same_cases_are_green(case):
+def test_without_a_fault_nothing_differs(case):
     assert not differences(on_ranks(case), plain(case))

@@ -1,4 +1,4 @@
-"""Saves in the background: of one consistent step whatever room there is for copies, and with the same end on every rank."""
+"""Background saves hold one consistent step, whatever room there is for copies, and end the same way on every rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine(layout: Layout) -> MeshEngine:
 
 
 def what_training_says(trained: MeshEngine, enough: Callable[[], bool] = lambda: False) -> str:
-    """Steps until one raises: its error's text. Nothing if it was enough first, or none did."""
+    """Train until a step raises, and return its error's text; empty if none does before `enough`."""
     for batch in BATCHES * 50:
         try:
             trained.train_step(batch)
@@ -61,7 +61,7 @@ def slow_writing(seconds: float) -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", pytest.param("copies", marks=pytest.mark.slow)])
 def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_path: Path) -> None:
-    """Room for everything, for some units, for nothing: the same files, while training is steps ahead. One writer, then two."""
+    """Room for all units, for some, for none: the same files, while training is steps ahead. One writer, then two."""
 
     def work() -> list[tuple[int, int, bool]]:
         with engine(LAYOUTS[name]) as trained:
@@ -94,7 +94,7 @@ def test_the_checkpoint_is_of_one_step_whatever_room_there_is(name: str, tmp_pat
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
 def test_a_failure_in_the_background_reaches_every_rank_at_the_same_step(on_error: Any, tmp_path: Path) -> None:
-    """Case 24: rank 0 alone knows at first; nothing of the save is left, and the older checkpoint is whole."""
+    """Only rank 0 knows at first. Nothing of the save is left, and the older checkpoint is complete."""
 
     def work() -> tuple[int, str]:
         with engine(LAYOUTS["pipeline"]) as trained:
@@ -129,7 +129,7 @@ def assert_equal_folders(one: Path, other: Path) -> None:
 
 
 def written_names() -> list[str]:
-    """The names of files that this process writes from now on."""
+    """Names of the files that this process writes from now on."""
     names: list[str] = []
     write = FilesWriter.write_tensors
 
@@ -151,7 +151,7 @@ def written_names() -> list[str]:
     ids=str,
 )
 def test_any_number_of_writers_makes_the_same_bytes(layout: Layout, tmp_path: Path) -> None:
-    """At rest, from copies with room for a part of them, and weights only; each writer writes its share."""
+    """From the live state, from copies with room for some, and weights only; each writer writes its share."""
 
     def work() -> list[list[str]]:
         names = written_names()
@@ -177,7 +177,7 @@ def test_any_number_of_writers_makes_the_same_bytes(layout: Layout, tmp_path: Pa
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_units_are_handed_out_by_size() -> None:
+def test_units_are_assigned_by_size() -> None:
     sizes = {"embedding": 24, "layer.0": 10, "layer.1": 10, "layer.2": 10, "layer.3": 10, "head": 25}
     assert shares(sizes, [0, 8]) == {0: ["head", "layer.1", "layer.3"], 8: ["embedding", "layer.0", "layer.2"]}
     assert rounds(sizes, [0, 8]) == [
@@ -200,8 +200,8 @@ def test_the_first_rank_of_every_host_writes() -> None:
     assert ranks.run(2, work, (None, None)) == [[0]] * 2
 
 
-def test_a_writer_that_does_not_see_the_folder_leaves_it_to_rank_0(tmp_path: Path) -> None:
-    """Hosts that share no file system: the same bytes from rank 0, and one warning that says why."""
+def test_rank_0_writes_alone_if_a_writer_does_not_see_the_folder(tmp_path: Path) -> None:
+    """Hosts without a shared file system: the same bytes from rank 0, and one warning that says why."""
 
     def work() -> tuple[list[str], list[str]]:
         warnings: list[str] = []
@@ -246,7 +246,7 @@ def failing_read(part: str) -> None:
 
 
 def flipped_byte(part: str) -> None:
-    """What is on the disk is not what was written, as the read-back of this process alone can notice."""
+    """Change a byte on disk that only this process reads back."""
     settle = FilesWriter.settle
 
     def disturbed(self: FilesWriter) -> None:
@@ -268,7 +268,7 @@ def flipped_byte(part: str) -> None:
     ],
 )
 def test_a_fault_at_another_writer_ends_the_save_everywhere(fault: Any, part: str, reason: str, tmp_path: Path) -> None:
-    """Case 24: the same words on every rank, nothing of the save is left, the older checkpoint is whole, training goes on."""
+    """Every rank reports it, nothing of the save is left, the older checkpoint is complete, and training continues."""
 
     def work() -> tuple[int, str, float | None, int]:
         with engine(Layout(pipeline=2, shard=2)) as trained:
@@ -291,7 +291,7 @@ def test_a_fault_at_another_writer_ends_the_save_everywhere(fault: Any, part: st
 
 
 @pytest.mark.parametrize("canceller", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_save_that_any_rank_gives_up_ends_everywhere(canceller: int, tmp_path: Path) -> None:
+def test_a_save_that_any_rank_cancels_ends_everywhere(canceller: int, tmp_path: Path) -> None:
     def work() -> str:
         with engine(LAYOUTS["pipeline"]) as trained:
             trained.checkpoint_policy.writers = [0, 1]
@@ -312,8 +312,8 @@ def test_a_save_that_any_rank_gives_up_ends_everywhere(canceller: int, tmp_path:
 
 
 @pytest.mark.parametrize("writers", [[0], [0, 1]], ids=str)
-def test_training_goes_on_when_everything_is_read(writers: list[int], tmp_path: Path) -> None:
-    """Whatever room for copies: when `save` returns, no parameter is left to be read from the live state."""
+def test_training_continues_once_everything_is_read(writers: list[int], tmp_path: Path) -> None:
+    """When `save` returns, the live state is not read any more, whatever room there is for copies."""
 
     def work() -> list[bool]:
         slow_writing(0.05)
@@ -341,8 +341,8 @@ def test_training_goes_on_when_everything_is_read(writers: list[int], tmp_path: 
     assert ranks.run(2, work) == [[True, True]] * 2
 
 
-def test_writers_write_side_by_side_and_gather_meanwhile(tmp_path: Path) -> None:
-    """By order and not by clocks: the first unit of each waits until the other writes too, and the next one is being gathered."""
+def test_writers_write_in_parallel_and_gather_meanwhile(tmp_path: Path) -> None:
+    """By order and not by clocks: each writer's first unit waits until the other writes, too, and the next one is gathered."""
 
     def work() -> None:
         gathers = 0
@@ -371,7 +371,7 @@ def test_writers_write_side_by_side_and_gather_meanwhile(tmp_path: Path) -> None
 
 
 def test_a_writer_holds_two_units_at_most(tmp_path: Path) -> None:
-    """One that is written, one that is gathered; with the disk slow, the next one waits."""
+    """One is written and one is gathered; on a slow disk the next one waits."""
 
     def work() -> int:
         alive: list[weakref.ref[Any]] = []
@@ -395,7 +395,7 @@ def test_a_writer_holds_two_units_at_most(tmp_path: Path) -> None:
 
 
 def test_progress_counts_all_writers(tmp_path: Path) -> None:
-    """At the end what they have written; before, rank 0's own share stands for the others'."""
+    """At the end the bytes of all writers; before, an estimate from rank 0's own share."""
 
     def work() -> tuple[int, int, list[int]]:
         with engine(LAYOUTS["pipeline"]) as trained:
@@ -414,8 +414,8 @@ def test_progress_counts_all_writers(tmp_path: Path) -> None:
     assert on_disk - (tmp_path / "two/manifest.json").stat().st_size <= written <= on_disk <= total
 
 
-def test_a_file_of_a_removed_folder_brings_no_folder_back(tmp_path: Path) -> None:
-    """A writer of another host that lives on after the folder was removed."""
+def test_a_late_file_does_not_bring_back_a_removed_folder(tmp_path: Path) -> None:
+    """A writer of another host outlives the removal of the folder."""
     with FolderWriter(tmp_path / "one") as folder:
         late = FilesWriter(folder.temp, folder.target)
     for name in ("a.safetensors", "state/a.safetensors"):

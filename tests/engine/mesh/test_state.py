@@ -1,4 +1,4 @@
-"""One checkpoint format for both engines and every layout; folders in, folders out."""
+"""Both engines and all layouts share one checkpoint format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(tie=True):
 
 
 def train(source, layout, steps, *, load=None, save=None):
-    """Runs on a rank: losses of the steps, and what the engine holds at the end."""
+    """On a rank: the losses of the steps, and the engine's state at the end."""
     with MeshEngine(source, MeshPlan(layout, compute_dtype="fp32"), optim=OPTIM, device="cpu") as engine:
         extra = engine.load(load) if load else None
         losses = [engine.train_step(BATCHES[i]).loss for i in steps]
@@ -74,8 +74,8 @@ LEFT_TO_SLOW = {("tensor", "context"), ("pipeline", "vee"), ("vee", "tensor"), (
 @pytest.mark.parametrize(
     ("source", "target"), [pytest.param(*p, marks=[pytest.mark.slow] if p in LEFT_TO_SLOW else []) for p in PAIRS]
 )
-def test_any_layout_goes_on_from_any_other(source, target, saved, uninterrupted):
-    """Case 44: weights and moments; the losses are those of the uninterrupted run."""
+def test_any_layout_continues_from_any_other(source, target, saved, uninterrupted):
+    """Weights and moments are restored: the losses are those of the uninterrupted run."""
     results = ranks.run(4, lambda: train(model(), LAYOUTS[target], [2, 3], load=saved / source))
     losses, _, extra, _, step = results[0]
     assert extra == {"note": "here"} and step == 4
@@ -83,7 +83,7 @@ def test_any_layout_goes_on_from_any_other(source, target, saved, uninterrupted)
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_the_host_engine_goes_on_from_a_mesh_checkpoint(source, saved, uninterrupted):
+def test_the_host_engine_continues_from_a_mesh_checkpoint(source, saved, uninterrupted):
     with host_engine(model(), device="cpu", compute_dtype="fp32", optim=OPTIM, threads=1) as engine:
         assert engine.load(saved / source) == {"note": "here"}
         losses = [engine.train_step(batch).loss for batch in BATCHES[2:]]
@@ -91,8 +91,8 @@ def test_the_host_engine_goes_on_from_a_mesh_checkpoint(source, saved, uninterru
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_layout_goes_on_bit_for_bit(name, saved):
-    """Case 21: 2 + save + load + 2 is 4."""
+def test_the_same_layout_continues_bit_for_bit(name, saved):
+    """2 steps, save, load, 2 steps equal 4 steps."""
     layout = LAYOUTS[name]
     straight = ranks.run(4, lambda: train(model(), layout, [0, 1, 2, 3])[3])
     resumed = ranks.run(4, lambda: train(model(), layout, [2, 3], load=saved / name)[3])
@@ -101,7 +101,7 @@ def test_the_same_layout_goes_on_bit_for_bit(name, saved):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_transformers_loads_a_mesh_checkpoint(name, saved):
-    """Case 46: the key set of the whole model, from all stages; case 13: a tied tensor once."""
+    """It has the keys of the whole model, from all stages, and a tied tensor once."""
     loaded, info = AutoModelForCausalLM.from_pretrained(saved / name, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     trained = torch.load(saved / f"{name}.weights")
@@ -151,7 +151,7 @@ def test_a_failed_save_fails_on_every_rank(tmp_path):
 
 @pytest.mark.parametrize("writers", [[0], [1, 0]], ids=str)
 def test_buffers_of_other_stages_are_saved_as_they_were_loaded(writers, tmp_path):
-    """A router's correction bias belongs to the checkpoint; who writes a unit need not hold it."""
+    """A router's correction bias is part of the checkpoint; the rank that writes a unit need not hold it."""
     family = families.BY_NAME["deepseek_v3"]
 
     def work(seed, load, save):
@@ -177,7 +177,7 @@ def test_buffers_of_other_stages_are_saved_as_they_were_loaded(writers, tmp_path
 
 
 def test_experts_that_are_split_over_ranks_are_saved_whole(tmp_path):
-    """A mixture under tensor parallel: the host engine goes on from its checkpoint as if nothing had been split."""
+    """A mixture of experts under tensor parallelism: the host engine continues from its checkpoint."""
     family = families.BY_NAME["mixtral"]
     batches = [families.batch(family, seed=s, rows=8, tokens=16, kind="packed") for s in range(3)]
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_a_model_that_computes_something_else_is_refused(tmp_pat
 
 
 def test_each_rank_reads_its_slices_and_all_together_verify_every_byte(tmp_path):
-    """Case 28. A flipped byte anywhere is found by the rank whose share it is, and no rank goes on."""
+    """A flipped byte is found by the rank that verifies it, and no rank continues."""
 
     def work():
         plan = MeshPlan(Layout(tensor=2, pipeline=2), compute_dtype="fp32")
@@ -241,7 +241,7 @@ def test_each_rank_reads_its_slices_and_all_together_verify_every_byte(tmp_path)
             dist.barrier()
             with pytest.raises(UserError) as error:
                 engine.load(tmp_path / "saved")
-            # What the ranks hold is part old and part new: nobody computes with it, or keeps it.
+            # The ranks hold partly old and partly new state: nobody may compute with it, or save it.
             for refused in (lambda: engine.train_step(BATCHES[2]), lambda: engine.save(tmp_path / "mixture")):
                 with pytest.raises(UserError, match="the weights are a mixture"):
                     refused()

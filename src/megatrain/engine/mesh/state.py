@@ -1,6 +1,6 @@
 """The state of all ranks as a store of units, each with an fp32 master and the optimizer's states.
 
-The host engine's readers and writers work on a store of planes. `MeshState` is such a store over sharded parameters: of what
+The host engine's readers and writers work on a store of planes. `MeshState` is a store over sharded parameters: of what
 they write into it, every rank keeps its boxes; for saving, units are gathered on the ranks that write (saving.py). So both
 engines share one checkpoint format, and any layout reads any other's.
 
@@ -199,7 +199,7 @@ class MeshState:
             outgoing = self._sent_by(me, units[target]) if target in units else []
             if turn == 0:
                 for name in incoming:
-                    self._lay_in(whole, me, name, read(name))
+                    self._insert(whole, me, name, read(name))
                 continue
             for coming, going in itertools.zip_longest(incoming, outgoing):
                 values = self._values(source, coming, planes) if coming is not None else torch.empty(0)
@@ -208,7 +208,7 @@ class MeshState:
                     dist.send(read(going), dst=target, group=group)
                 if coming is not None and arrival is not None:
                     arrival.wait()
-                    self._lay_in(whole, source, coming, values)
+                    self._insert(whole, source, coming, values)
 
     def _values(self, sender: int, name: str, planes: int) -> torch.Tensor:
         """Uninitialised (planes, box) for what a rank sends of a parameter."""
@@ -217,7 +217,7 @@ class MeshState:
     def _sent_by(self, rank: int, unit: str) -> list[str]:
         return [full for _, full in self._unit(unit).full_names() if full in self._senders[rank]]
 
-    def _lay_in(self, whole: UnitPlanes | None, sender: int, name: str, values: torch.Tensor) -> None:
+    def _insert(self, whole: UnitPlanes | None, sender: int, name: str, values: torch.Tensor) -> None:
         """Copy a parameter's (planes, box) to its place in the unit."""
         assert whole is not None
         local_name = name.removeprefix(self._unit(whole.name).prefix)
