@@ -56,29 +56,7 @@ _HOME = {
     "train": "megatrain.run.loop",
 }
 
-__all__ = [
-    "AdamW",
-    "EngineClosed",
-    "EvalResult",
-    "ExecutionPlan",
-    "HostEngine",
-    "MegatrainError",
-    "NumericStop",
-    "Objective",
-    "OptimizerSpec",
-    "ParamGroup",
-    "PlanRefused",
-    "RunConfig",
-    "StateSpec",
-    "StepResult",
-    "UserError",
-    "__version__",
-    "check",
-    "evaluate",
-    "load_config",
-    "plan",
-    "train",
-]
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

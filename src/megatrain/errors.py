@@ -21,7 +21,6 @@ class UserError(MegatrainError):
     Args:
         what: The problem, with the offending value.
         where: Its place: `run.yaml:14 batch.tokens_per_step`, a file, the name of a tensor.
-        remedy: What to do about it.
     """
 
     exit_code = 2
@@ -88,16 +87,12 @@ class Problems:
             self.found.append(error)
 
     def raise_all(self) -> None:
-        """Raise one error for all that were found, if any.
-
-        Raises:
-            PlanRefused: All of them are PlanRefused.
-            UserError: Otherwise.
-        """
+        """Raise one error for all that were found, if any: a PlanRefused if all of them are, else a UserError."""
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:
-            text = "\n".join([f"{len(self.found)} problems", *(_indented(str(error)) for error in self.found)])
+            items = ["  - " + str(error).replace("\n", "\n    ") for error in self.found]
+            text = "\n".join([f"{len(self.found)} problems", *items])
             raise PlanRefused(text) if all(isinstance(e, PlanRefused) for e in self.found) else UserError(text)
 
 
@@ -117,7 +112,3 @@ def near_paths(path: Path) -> str:
         return "did you mean " + " or ".join(str(parent / other) for other in close[:3]) + "?"
     listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"check the path; {parent} contains {listing or 'nothing'}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(("  - " if number == 0 else "    ") + line for number, line in enumerate(text.splitlines()))

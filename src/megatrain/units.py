@@ -50,11 +50,7 @@ def size_lines(sizes: Mapping[str, float], indent: int = 4, smallest_bytes: int 
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `500MB` (powers of ten, as in transformers) or `5GiB`.
-
-    Raises:
-        ValueError: Not a positive size.
-    """
+    """Bytes of `5GB`, `500MB` (powers of ten, as in transformers) or `5GiB`; ValueError if it is not a positive size."""
     digits = text.rstrip("KMGTBIkmgtbi ")
     scale = _SIZES.get(text[len(digits) :].strip().upper())
     try:

@@ -257,7 +257,6 @@ class HostStore:
 
     def _own_plane(self, kind: str, layout: FlatLayout) -> torch.Tensor:
         """A plane of one unit, in a new arena."""
-        dtype = self.dtypes[kind]
-        arena = Arena(layout.numel * dtype.itemsize)
+        arena = Arena(layout.numel * self.dtypes[kind].itemsize)
         self._moved.append((kind, arena))
-        return arena.tensor(0, layout.numel, dtype)
+        return arena.tensor(0, layout.numel, self.dtypes[kind])

@@ -40,11 +40,7 @@ _CONFIG_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ImportError, 
 
 
 def find_model_folder(path: str | Path) -> Path:
-    """Return the local folder for a path, or for a hub id that is in the local cache.
-
-    Raises:
-        UserError: Neither exists; suggests similar names.
-    """
+    """The local folder for a path, or for a hub id that is in the local cache; UserError if neither exists."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -90,7 +86,10 @@ def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreT
             raise
         raise UserError(f"not a valid {model_type} config: {_first_line(error)}", where) from error
     _refuse_quantized(config, where)
-    _refuse_non_decoder(config, where, trust_remote_code)
+    _refuse_encoder(config, where)
+    own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise UserError(f"'{config.model_type}' has no causal language model in transformers", where, _DECODERS_ONLY)
     return config
 
 
@@ -107,7 +106,6 @@ def build_meta_model(
         config: Copied, not changed.
         compute_dtype: Dtype of the parameters, except those that transformers keeps in fp32.
         attn_implementation: `sdpa`, `eager`...; default: sdpa if the family supports it, else eager.
-        trust_remote_code: Whether code that the config refers to may run.
 
     Raises:
         UserError: transformers cannot build it: unsupported attention, a missing package, or invalid values in the config.
@@ -165,10 +163,9 @@ NOT_ARCHITECTURE = frozenset(
 
 
 def refuse_other_config(checkpoint: Path, config: PreTrainedConfig) -> None:
-    """Refuse a checkpoint whose config has the same tensors but computes something else (activation, rotary base...).
+    """Raise UserError if a checkpoint's config has the same tensors but computes something else (activation, rotary base...).
 
-    Raises:
-        UserError: Lists the keys that differ. A folder without a readable config is left to the checkpoint's own checks.
+    A folder without a readable config is left to the checkpoint's own checks.
     """
     file = checkpoint / "config.json"
     try:
@@ -200,12 +197,7 @@ def _architecture(value: Any) -> Any:
 
 
 def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Copy a model with its parameters on meta and all buffers copied to the CPU. `model` is not changed.
-
-    Args:
-        model: The model, with real parameters.
-        compute_dtype: Dtype of the meta parameters; default: the model's own.
-    """
+    """Copy a model with its parameters on meta, in `compute_dtype` or the model's own, and all buffers copied to the CPU."""
     # deepcopy looks in its memo first: parameters that are already there are never copied, and ties stay ties.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -245,13 +237,22 @@ def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> 
 def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
     """Set the buffers `names` to the family's initial values, and change nothing else.
 
-    Raises:
-        UserError: The family's `_init_weights` does not set one of them.
+    Raises UserError if the family's `_init_weights` does not set one of them.
     """
     wanted = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in names}
     ids = {id(buffer) for buffer in wanted.values()}
     mark_unfilled(wanted.values())
-    _run_init(model, [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ids])
+    others = [
+        tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in ids
+    ]  # flagged: transformers leaves them alone
+    for tensor in others:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        model.initialize_weights()
+    finally:
+        for holder in (*others, *model.modules()):
+            if getattr(holder, "_is_hf_initialized", None) is not None:
+                del holder._is_hf_initialized  # type: ignore[union-attr]
     refuse_unfilled(model, wanted)
 
 
@@ -302,18 +303,6 @@ def _make_buffers(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
             made[id(buffer)] = torch.zeros(buffer.shape, dtype=dtype, device="cpu")
         owner._buffers[leaf] = made[id(buffer)]
     restore_buffers(model, dict(model.named_buffers(remove_duplicate=False)).keys() - persistent)
-
-
-def _run_init(model: PreTrainedModel, loaded: list[torch.Tensor]) -> None:
-    """Run transformers' initialisation on everything but the tensors in `loaded`, and remove the flags afterwards."""
-    for tensor in loaded:
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    try:
-        model.initialize_weights()
-    finally:
-        for holder in (*loaded, *model.modules()):
-            if getattr(holder, "_is_hf_initialized", None) is not None:
-                del holder._is_hf_initialized  # type: ignore[union-attr]
 
 
 def cached_snapshot(hub_id: str) -> Path | None:
@@ -370,13 +359,6 @@ def _refuse_quantized(config: PreTrainedConfig, where: str) -> None:
                 where,
                 "use the bf16 or fp32 release of this model, or dequantize it and save it again",
             )
-
-
-def _refuse_non_decoder(config: PreTrainedConfig, where: str, trust_remote_code: bool) -> None:
-    _refuse_encoder(config, where)
-    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
-        raise UserError(f"'{config.model_type}' has no causal language model in transformers", where, _DECODERS_ONLY)
 
 
 def _refuse_encoder(config: PreTrainedConfig, where: str) -> None:

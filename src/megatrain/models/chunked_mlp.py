@@ -37,13 +37,7 @@ ComputeChunk = Callable[[bool, Mapping[str, torch.Tensor], torch.Tensor], torch.
 
 
 class TokenChunks:
-    """Computes one module in chunks of tokens.
-
-    Args:
-        module: HF's module; not changed.
-        compute: Runs the module on one chunk.
-        tokens: Maximum tokens per chunk. May be changed between steps.
-    """
+    """Computes one module (not changed) in chunks of at most `tokens` tokens, which may be changed between steps."""
 
     def __init__(self, module: nn.Module, compute: ComputeChunk, tokens: int):
         self.module = module
@@ -183,12 +177,8 @@ ModuleKey = tuple[type[nn.Module], str, type[nn.Module]]
 def find_token_wise(root: nn.Module, layers: Sequence[nn.Module], run: Callable[[], object]) -> dict[ModuleKey, str]:
     """Candidate modules, each with the reason why it cannot be computed in chunks ('' if it can).
 
-    See [Note: which modules are token-wise].
-
-    Args:
-        root: The base model, with real (small) weights.
-        layers: Its decoder layers.
-        run: Runs the model's forward on a few tokens.
+    See [Note: which modules are token-wise]. `root` is the base model, with real (small) weights; `run` runs the model's forward
+    on a few tokens.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
     candidates: list[tuple[nn.Module, str, nn.Module]] = [
@@ -242,10 +232,8 @@ def _objection(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def modules_in_chunks(root: nn.Module, candidates: Mapping[ModuleKey, str], fp32_names: Collection[str]) -> list[str]:
     """Paths of the modules of a layer, or of the base model, that are computed in chunks; logs why others are not.
 
-    Args:
-        root: The layer or base model.
-        candidates: From `find_token_wise` on a tiny copy.
-        fp32_names: Parameters of `root` that HF keeps in fp32: their modules may return another dtype.
+    `candidates` are from `find_token_wise` on a tiny copy. Modules of `fp32_names`, which HF keeps in fp32, may return another
+    dtype.
     """
     found = []
     for (owner, path, kind), objection in candidates.items():

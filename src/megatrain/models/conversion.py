@@ -7,6 +7,7 @@ file calls them, for one unit's part of a checkpoint at a time.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,15 +45,10 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class KeyPlan:
-    """Assignment of checkpoint keys to units.
+    """Assignment of checkpoint keys to units."""
 
-    Attributes:
-        units: Unit name -> checkpoint keys, sorted.
-        unexpected: Keys of no tensor of the model, except those that the family declares harmless.
-    """
-
-    units: dict[str, list[str]]
-    unexpected: list[str]
+    units: dict[str, list[str]]  # unit name -> checkpoint keys, sorted
+    unexpected: list[str]  # keys of no tensor of the model, except those that the family declares harmless
 
 
 class Conversion:
@@ -95,7 +91,10 @@ class Conversion:
                 units.setdefault(self.unit_of[name], []).append(key)
             else:
                 unexpected.append(key)
-        return KeyPlan(units, self._without_harmless(unexpected))
+        # The family drops the keys that it declares as leftovers of older versions (for example `rotary_emb.inv_freq`).
+        info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unexpected))
+        self.model._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]
+        return KeyPlan(units, sorted(info.unexpected_keys))
 
     def to_model(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return module tensors by full name, in the checkpoint's dtypes.
@@ -107,15 +106,12 @@ class Conversion:
             UserError: A tensor's shape differs from the model's, or the family's conversion fails.
         """
         # The rule "*: None" overrides the dtype of the meta parameters: nothing is cast, so nothing is rounded.
-        on_meta = any(tensor.is_meta for tensor in tensors.values())
-        config = LoadStateDictConfig(
-            weight_mapping=self.mapping, dtype_plan={"*": None}, device_map={"": "meta" if on_meta else "cpu"}
-        )
+        device_map = {"": "meta" if any(tensor.is_meta for tensor in tensors.values()) else "cpu"}
+        config = LoadStateDictConfig(weight_mapping=self.mapping, dtype_plan={"*": None}, device_map=device_map)
+        load = functools.partial(convert_and_load_state_dict_in_model, load_config=config)
         try:
             with _no_progress_bar():
-                info, _ = convert_and_load_state_dict_in_model(
-                    model=self.model, state_dict=dict(tensors), load_config=config
-                )
+                info, _ = load(model=self.model, state_dict=dict(tensors))
             self._refuse_errors(info)
             current = {name: getattr(module, leaf) for name, (module, leaf, _) in self._places.items()}
             return {name: now.detach() for name, now in current.items() if now is not self._places[name][2]}
@@ -132,12 +128,6 @@ class Conversion:
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise UserError("; ".join(problems[:3]) + more, remedy="config.json and weights do not belong together")
-
-    def _without_harmless(self, unexpected: list[str]) -> list[str]:
-        """Drop keys that the family declares as leftovers of older versions (for example `rotary_emb.inv_freq`)."""
-        info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unexpected))
-        self.model._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]
-        return sorted(info.unexpected_keys)
 
 
 def to_checkpoint(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -99,11 +99,10 @@ class Shell:
     """HF's code around the layers, and the layers' code. See [Note: the shell stays Hugging Face's].
 
     Args:
-        structure: The dissected model; not changed.
+        structure: Not changed.
         buffers: All buffers of the model by full name, on the device.
         run_layer: Called in place of each layer, in the order of HF's loop.
         fp32_names: Full names of parameters that HF keeps in fp32 whatever the compute dtype.
-        compiled: Compile the layers, once per template group.
         budget: Activation memory budget of the `selective` variant.
         flex: Use flex attention, if the family supports it, for packed rows and for rows longer than a layer's window: block
             masks instead of T x T masks.
@@ -146,9 +145,8 @@ class Shell:
             if name not in structure.frozen and (not name.startswith(self._base_prefix) or name in tied_heads)
         ]
         self._plain_attention = self._base.config._attn_implementation
-        self._masked_attention = self._plain_attention
-        if flex and self._plain_attention == "sdpa" and _can_flex(structure.model):
-            self._masked_attention = "flex_attention"
+        flex = flex and self._plain_attention == "sdpa" and _can_flex(structure.model)
+        self._masked_attention = "flex_attention" if flex else self._plain_attention
         self._window = attention_window(structure.model.config)
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
         self.groups = template_groups(self.layers)
@@ -166,8 +164,15 @@ class Shell:
         self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
         self._base_buffers: dict[str, torch.Tensor] = {}
         self._head_buffers: dict[str, torch.Tensor] = {}
+        layers_prefix = structure.layers_name + "."
         for name, buffer in buffers.items():
-            self._place_buffer(name, buffer)
+            if name.startswith(layers_prefix):
+                index, local = name[len(layers_prefix) :].split(".", 1)
+                self._layer_buffers[int(index)][local] = buffer
+            elif name.startswith(self._base_prefix):
+                self._base_buffers[name.removeprefix(self._base_prefix)] = buffer
+            else:
+                self._head_buffers[name] = buffer
 
     @functools.cached_property
     def _paths_in_chunks(self) -> tuple[list[str], list[list[str]]]:
@@ -219,10 +224,7 @@ class Shell:
 
         of_base, of_layers = self._paths_in_chunks
         self._streamed_base = chunked(self._base, of_base, None)
-        self._layers_in_chunks = [
-            chunked(layer, paths, group)
-            for layer, paths, group in zip(self.layers, of_layers, self.groups, strict=True)
-        ]
+        self._layers_in_chunks = list(map(chunked, self.layers, of_layers, self.groups))
 
     def compiled(self, index: int) -> bool:
         """Whether layer `index` runs compiled code; False once its compilation has failed."""
@@ -246,8 +248,7 @@ class Shell:
         masked = packed or (self._window is not None and tokens >= self._window)
         implementation = self._masked_attention if masked else self._plain_attention
         if self.attention != implementation:
-            config: Any = self.structure.model.config
-            config._attn_implementation = implementation
+            self.structure.model.config._attn_implementation = implementation  # type: ignore[union-attr]
 
     def train(self, mode: bool) -> None:
         """Set training or evaluation mode (dropout, router jitter) for all modules."""
@@ -256,25 +257,19 @@ class Shell:
                 module.train(mode)
 
     def hidden_states(self, edges: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run HF's base model: embedding, loop over the (streamed) layers, final norm.
+        """Run HF's base model: embedding, loop over the (streamed) layers, final norm. Returns hidden states (B, T, D).
 
         Args:
             edges: Parameters of embedding and head by full name, on the device.
             inputs: `input_ids` (B, T) and optionally `position_ids`, `attention_mask` (B, T), on the device.
-
-        Returns:
-            Hidden states (B, T, D) for `logits`.
         """
         unknown = next((name for name in inputs if name not in self._base_accepts), None)
         if unknown is not None:
             packed = "this family cannot be trained on packed rows: set data.packing: false"
             remedy = packed if unknown == "position_ids" else None
             raise UserError(f"{type(self._base).__name__} takes no {unknown}", remedy=remedy)
-        bound = {
-            name.removeprefix(self._base_prefix): tensor
-            for name, tensor in edges.items()
-            if name.startswith(self._base_prefix)
-        }
+        prefix = self._base_prefix
+        bound = {n.removeprefix(prefix): tensor for n, tensor in edges.items() if n.startswith(prefix)}
         bound.update(self._base_buffers)
         output = functional_call(self._streamed_base, bound, kwargs={**inputs, "use_cache": False})
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
@@ -309,13 +304,3 @@ class Shell:
                 leaf = leaf.float()
             leaves[name] = leaf.requires_grad_(requires_grad and prefix + name not in self.structure.frozen)
         return leaves
-
-    def _place_buffer(self, name: str, buffer: torch.Tensor) -> None:
-        layers_prefix = self.structure.layers_name + "."
-        if name.startswith(layers_prefix):
-            index, local = name[len(layers_prefix) :].split(".", 1)
-            self._layer_buffers[int(index)][local] = buffer
-        elif name.startswith(self._base_prefix):
-            self._base_buffers[name.removeprefix(self._base_prefix)] = buffer
-        else:
-            self._head_buffers[name] = buffer

@@ -36,7 +36,7 @@ class Unit:
 
     Attributes:
         prefix: Prepended to a layout name, gives the full Hugging Face name (`model.layers.3.`; empty for embedding and head).
-        layout: Flat layout of the parameters. May be empty (a tied head without a norm).
+        layout: May be empty (a tied head without a norm).
         layer: Index in the layer stack; None for embedding and head.
     """
 
@@ -52,23 +52,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Structure:
-    """A dissected causal language model. Its parameters may be on meta: only shapes are read.
+    """A dissected causal language model. Its parameters may be on meta: only shapes are read."""
 
-    Attributes:
-        model: The CausalLM, unchanged.
-        base_name: Attribute of the CausalLM that holds the base model (`model`, `transformer`, `gpt_neox`...).
-        layers_name: Full name of the layer stack (`model.layers`).
-        units: embedding, the layers in order, head.
-        tied: Alias -> the full name under which a tied tensor is kept, moved, updated and saved.
-        frozen: Full names of parameters that are not trained (`requires_grad` is False).
-    """
-
-    model: nn.Module
-    base_name: str
-    layers_name: str
-    units: tuple[Unit, ...]
+    model: nn.Module  # the CausalLM, unchanged
+    base_name: str  # attribute of the CausalLM that holds the base model (`model`, `transformer`, `gpt_neox`...)
+    layers_name: str  # full name of the layer stack (`model.layers`)
+    units: tuple[Unit, ...]  # embedding, the layers in order, head
     tied: dict[str, str] = field(default_factory=dict)
+    """Alias -> the full name under which a tied tensor is kept, moved, updated and saved."""
     frozen: frozenset[str] = frozenset()
+    """Full names of parameters that are not trained (`requires_grad` is False)."""
 
     @property
     def embedding(self) -> Unit:
@@ -169,8 +162,7 @@ def _find_layers(model: nn.Module, base_name: str) -> str:
             f"{type(model).__name__}: no stack of {count} decoder layers found under '{base_name}'",
             remedy="only decoder-only models with one stack of `num_hidden_layers` layers are supported",
         )
-    outermost = min(found, key=lambda name: name.count("."))
-    return f"{base_name}.{outermost}"
+    return f"{base_name}.{min(found, key=lambda name: name.count('.'))}"  # the outermost
 
 
 class _FirstLayerReached(Exception):

@@ -95,11 +95,7 @@ def _comparable(value: Any) -> Any:
 
 
 class Leaves(dict[str, torch.Tensor]):
-    """Autograd leaves over a layer's weights, by layout name; made once for each place of the weights, and never changed.
-
-    Attributes:
-        trained: The leaves that require a gradient.
-    """
+    """Autograd leaves over a layer's weights, by layout name; made once for each place of the weights, and never changed."""
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]):
         super().__init__(leaves)
@@ -107,10 +103,9 @@ class Leaves(dict[str, torch.Tensor]):
 
 
 class LayerCode:
-    """The code of one template group.
+    """The code of one template group; the template's own parameters are never used.
 
     Args:
-        module: The template; its own parameters are never used.
         name: For the compiler's logs.
         compiled: Compile on first use; if that fails, warn once and run eager.
         budget: Activation memory budget of the `selective` variant.

@@ -50,8 +50,6 @@ def load_weights(
 
     Args:
         folder: A Hugging Face folder with safetensors weights: one file, several, or shards with an index.
-        structure: The model, parameters on meta.
-        store: Receives the masters.
         buffers: The model's persistent buffers by full name; filled in place, in their own dtype.
 
     Raises:
@@ -90,11 +88,7 @@ def load_weights(
 
 
 def find_weight_files(folder: Path) -> dict[str, Path]:
-    """Checkpoint key -> the safetensors file that holds it.
-
-    Raises:
-        UserError: See `load_weights`.
-    """
+    """Checkpoint key -> the safetensors file that holds it. Raises the UserErrors of `load_weights`."""
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if single.is_file():
         return dict.fromkeys(_keys(single), single)
@@ -120,11 +114,7 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
 
 
 def check_weights(folder: str | Path, structure: Structure) -> None:
-    """Raise the errors of `load_weights` that the file headers show: missing tensors, shapes, dtypes. Reads no values.
-
-    Raises:
-        UserError: As `load_weights`, except for NaN and infinity.
-    """
+    """Raise the errors of `load_weights` that the file headers show: missing tensors, shapes, dtypes. Reads no values."""
     folder = Path(folder)
     files = find_weight_files(folder)
     conversion = Conversion(structure)
@@ -166,10 +156,15 @@ def initialize(structure: Structure, store: HostStore, *, seed: int, device: tor
         UserError: The family's `_init_weights` leaves out one of its tensors.
     """
     restore_buffers(_hf(structure), persistent_buffers(structure.model).keys())
+    forked = [torch.device(device)] if torch.device(device).type == "cuda" else []
     for unit in structure.units:
         if not unit.layout.entries:
             continue
-        with _seeded(_unit_seed(seed, unit), torch.device(device)), _materialised(structure, unit, device) as real:
+        # Hashed to 63 bits: with `seed + index`, unit 1 of seed 0 would equal unit 0 of seed 1.
+        digest = hashlib.blake2b(f"{seed}/{unit.name}".encode(), digest_size=8).digest()
+        # `_init_weights` draws from torch's global generators; their state is restored.
+        with torch.random.fork_rng(forked), torch.no_grad(), _materialised(structure, unit, device) as real:
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             for owner, module in _walk(structure, unit):
                 owner._init_weights(module)
             refuse_unfilled(structure.model, real)
@@ -190,8 +185,7 @@ def split(planes: UnitPlanes, local: str) -> tuple[torch.Tensor, torch.Tensor]:
 def resolve_ties(structure: Structure, found: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
     """Rename tied tensors to the one name they are kept under; the files may use any of its names, or several.
 
-    Raises:
-        UserError: The files contain different values under two names of one tensor.
+    Raises UserError if the files contain different values under two names of one tensor.
     """
     resolved = {name: tensor for name, tensor in found.items() if name not in structure.tied}
     for alias, owner in structure.tied.items():
@@ -282,19 +276,6 @@ def _some(names: list[str]) -> str:
 def _hf(structure: Structure) -> PreTrainedModel:
     assert isinstance(structure.model, PreTrainedModel), type(structure.model)
     return structure.model
-
-
-def _unit_seed(seed: int, unit: Unit) -> int:
-    """Hash seed and unit name to 63 bits: with `seed + index`, unit 1 of seed 0 would equal unit 0 of seed 1."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{unit.name}".encode(), digest_size=8).digest(), "little") >> 1
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators, which `_init_weights` draws from, and restore their state afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager
