@@ -115,7 +115,7 @@ class Coordinator:
         return latest_complete(folder.checkpoints, before_step=before_step)
 
     def restarting_on_out_of_memory(self, step: int) -> AbstractContextManager[Any]:
-        """Where running out of device memory ends the process and torchrun restarts it; see [Note: out of memory] in oom.py."""
+        """Running out of device memory inside ends the process, and torchrun restarts it: [Note: out of memory] in launch.py."""
         return nullcontext()
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ class DistributedCoordinator(Coordinator):
 
     def resume_from(self, folder: RunFolder, resume: str | None) -> str | None:
         if self.broadcast(launch.has_begun(folder.path)):
-            resume = "auto"  # torchrun restarts this job: it goes on in any case
+            resume = "auto"  # torchrun restarts this job: it resumes in any case
         if resume not in ("auto", "latest"):
             return resume
         newest = self.newest_checkpoint(folder)
@@ -247,9 +247,9 @@ def coordinated(run: RunConfig) -> Iterator[Coordinator]:
         yield Coordinator()
         return
     main = launch.rank() == 0
-    _end_as_before(main)
+    raise_noted_error(main)
     try:
-        with _noting_ends():
+        with noting_repeating_errors():
             check_mesh(run)
     except UserError as error:
         if main:
@@ -257,8 +257,8 @@ def coordinated(run: RunConfig) -> Iterator[Coordinator]:
         raise SystemExit(error.exit_code) from error
     device, limits = launch.device_of_rank(run.run.device), section_limits(run.watchdog)
     with (
-        _joined(device, _timeout_s(limits)),
-        _noting_ends(),
+        _joined(device, collective_timeout_s(limits)),
+        noting_repeating_errors(),
         Watchdog(Path(run.run.dir), limits) as watchdog,
         watchdog.ending_after_errors(),
     ):
@@ -266,8 +266,8 @@ def coordinated(run: RunConfig) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def _noting_ends() -> Iterator[None]:
-    """See [Note: errors that come again] in launch.py."""
+def noting_repeating_errors() -> Iterator[None]:
+    """Note an error that a restart would repeat; see [Note: errors that come again] in launch.py."""
     try:
         yield
     except COMES_AGAIN as error:
@@ -276,8 +276,8 @@ def _noting_ends() -> Iterator[None]:
         raise
 
 
-def _end_as_before(main: bool) -> None:
-    """Raise the error that ended an earlier attempt of this job, if it would come again; ranks other than 0 exit silently."""
+def raise_noted_error(main: bool) -> None:
+    """Raise the noted error that ended an earlier attempt of this job, if any; ranks other than 0 exit silently."""
     if (end := launch.noted_end()) is None:
         return
     if main:
@@ -300,7 +300,7 @@ def section_limits(watchdog: WatchdogConfig) -> dict[str, float | None]:
     return {name.removesuffix("_s"): limit for name, limit in watchdog.model_dump().items() if name.endswith("_s")}
 
 
-def _timeout_s(limits: Mapping[str, float | None]) -> float:
+def collective_timeout_s(limits: Mapping[str, float | None]) -> float:
     """Timeout of collectives: later than the watchdog, which leaves stacks behind."""
     known = [limit for limit in limits.values() if limit is not None]
     return max(known) + 60.0 if len(known) == len(limits) else 7 * 86400.0

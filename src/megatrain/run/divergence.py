@@ -14,19 +14,12 @@ RECENT_STEPS = 20
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence.
+    """A divergence."""
 
-    Attributes:
-        first_step: The first bad step; the weights before it are good as far as is known.
-        step: The last bad step.
-        what: Description for messages.
-        go_back: Roll back whatever `run.on_divergence` says.
-    """
-
-    first_step: int
-    step: int
-    what: str
-    go_back: bool = False
+    first_step: int  # the first bad step; the weights before it are good as far as is known
+    step: int  # the last bad step
+    what: str  # for messages
+    go_back: bool = False  # roll back whatever `run.on_divergence` says
 
 
 class DivergenceGuard:

@@ -170,7 +170,7 @@ class RunFolder:
             WriteFailed: The system refuses it.
         """
         if not self._read_only:
-            _replace_text(self.config, dump_config(run))
+            replace_text(self.config, dump_config(run))
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -352,7 +352,7 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write a file atomically.
 
     Raises:

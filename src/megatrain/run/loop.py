@@ -48,30 +48,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """The outcome of a run.
-
-    Attributes:
-        folder: The run's folder.
-        step: The last step.
-        total_steps: Length of the schedule.
-        first_loss, last_loss: Training loss of the run's first and last step that had one.
-        val_loss: The newest validation loss.
-        val_step: The step after which it was measured.
-        checkpoint: The newest checkpoint.
-        stopped_by: The signal, file or reason that ended the run early; None if it went to its end.
-        first_val_loss: The first validation loss, if there was more than one; with `eval.at_start` that of the initial model.
-    """
+    """The outcome of a run."""
 
     folder: Path
-    step: int
-    total_steps: int
-    first_loss: float | None
+    step: int  # the last one
+    total_steps: int  # length of the schedule
+    first_loss: float | None  # training loss of the run's first step that had one
     last_loss: float | None
-    val_loss: float | None
-    val_step: int | None
-    checkpoint: Path | None
-    stopped_by: str | None
-    first_val_loss: float | None = None
+    val_loss: float | None  # the newest validation loss
+    val_step: int | None  # the step after which it was measured
+    checkpoint: Path | None  # the newest one
+    stopped_by: str | None  # signal, file or reason that ended the run early; None if it went to its end
+    first_val_loss: float | None = None  # if there was more than one; with `eval.at_start` that of the initial model
 
 
 def train(
@@ -170,24 +158,17 @@ class RunRecords:
     """
 
     def __init__(self, run: RunConfig, folder: RunFolder, step: int, log: RunLogger, *, writes: bool):
-        self._run, self._folder, self._step, self._log, self._writes = run, folder, step, log, writes
-        self._open = ExitStack()
         self.history: list[StepRecord] = []
-
-    def __enter__(self) -> RunRecords:
-        if self._writes:
-            folder, section = self._folder, self._run.metrics
-            self._metrics = self._open.enter_context(MetricsWriter(folder.metrics, self._step))
-            self._plot = LossPlot(folder.plot, title=folder.path.name)
-            config = self._run.model_dump(mode="json")
-            trackers = Trackers(section.trackers, folder.path, section.project, config, self._log.warning)
-            self._trackers = self._open.enter_context(trackers)
-            self.history = self._metrics.history
-            if dropped := self._metrics.dropped:
-                self._log.info(
-                    f"metrics.jsonl: {counted(dropped, 'record')} after step {self._step} dropped, to be repeated"
-                )
-        return self
+        self._writes = writes
+        if not writes:
+            return
+        self._metrics = MetricsWriter(folder.metrics, step)
+        self._plot = LossPlot(folder.plot, title=folder.path.name)
+        config, section = run.model_dump(mode="json"), run.metrics
+        self._trackers = Trackers(section.trackers, folder.path, section.project, config, log.warning)
+        self.history = self._metrics.history
+        if dropped := self._metrics.dropped:
+            log.info(f"metrics.jsonl: {counted(dropped, 'record')} after step {step} dropped, to be repeated")
 
     def add(self, record: StepRecord) -> None:
         """Append a record.
@@ -201,10 +182,14 @@ class RunRecords:
             self._plot.update(self.history)
             self._metrics.write(record)
 
+    def __enter__(self) -> RunRecords:
+        return self
+
     def __exit__(self, *_: object) -> None:
-        with self._open:
-            if self._writes and self.history:
-                self._plot.draw(self.history)
+        if self._writes:
+            with self._metrics, self._trackers:
+                if self.history:
+                    self._plot.draw(self.history)
 
 
 class TrainingLoop:

@@ -41,29 +41,17 @@ HIGH_RATE = 0.1
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose parts exist and fit together.
-
-    Attributes:
-        run: The config.
-        model_folder: The local folder behind `model.path`.
-        start_from: The checkpoint to resume from; None for a run from the beginning.
-        loader: Training batches.
-        val: Held-out rows.
-        total_steps: Length of the run in optimizer steps.
-        learning_rate_at: Learning rate of a step, 0 the first.
-        past: The run so far.
-        checkpoint_bytes: Size of a checkpoint.
-    """
+    """A run whose parts exist and fit together."""
 
     run: RunConfig
-    model_folder: Path
-    start_from: Path | None
-    loader: StepLoader
-    val: PackedRows | None
+    model_folder: Path  # the local folder behind `model.path`
+    start_from: Path | None  # the checkpoint to resume from; None for a run from the beginning
+    loader: StepLoader  # training batches
+    val: PackedRows | None  # held-out rows
     total_steps: int
-    learning_rate_at: Callable[[int], float]
+    learning_rate_at: Callable[[int], float]  # of a step, 0 the first
     past: Past
-    checkpoint_bytes: int
+    checkpoint_bytes: int  # size of a checkpoint
 
 
 def prepare(

@@ -48,54 +48,37 @@ REMEMBERED_HELD_OUT = 1024
 
 @dataclass(frozen=True)
 class Change:
-    """A difference that matters: the name that allows it, and a sentence."""
+    """A difference that matters."""
 
-    name: ChangeName
-    what: str
+    name: ChangeName  # allows it
+    what: str  # for messages
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """Where a run begins."""
 
-    Attributes:
-        start_from: The checkpoint to resume from; None for a run from the beginning.
-        then: What that checkpoint remembers of its run (`saved_extra`); empty without one.
-    """
-
-    start_from: Path | None = None
-    then: Mapping[str, Any] = field(default_factory=dict)
+    start_from: Path | None = None  # the checkpoint to resume from; None for a run from the beginning
+    then: Mapping[str, Any] = field(default_factory=dict)  # what that checkpoint remembers of its run (`saved_extra`)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The length of a run and its learning rates.
-
-    Attributes:
-        total: Optimizer steps.
-        warmup: Steps in which the learning rate rises.
-        learning_rate_at: Learning rate of a step, 0 the first.
-    """
+    """The length of a run and its learning rates."""
 
     total: int
-    warmup: int
-    learning_rate_at: Callable[[int], float]
+    warmup: int  # steps in which the learning rate rises
+    learning_rate_at: Callable[[int], float]  # of a step, 0 the first
 
 
 @dataclass(frozen=True)
 class Past:
-    """The run so far, according to the checkpoint that it starts from.
+    """The run so far, according to the checkpoint that it starts from."""
 
-    Attributes:
-        step: The last step taken.
-        data_offset, rollbacks: See [Note: what a step number means] in loop.py.
-        remembered: What this run's checkpoints will remember of it, besides the numbers above.
-    """
-
-    step: int
-    data_offset: int
+    step: int  # the last step taken
+    data_offset: int  # see [Note: what a step number means] in loop.py
     rollbacks: int
-    remembered: dict[str, Any]
+    remembered: dict[str, Any]  # what this run's checkpoints will remember of it, besides the numbers above
 
 
 def past_of(

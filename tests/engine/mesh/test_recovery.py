@@ -248,14 +248,14 @@ def test_the_first_error_is_noted_and_none_without_a_store(monkeypatch: pytest.M
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert launch.noted_end() is None
     for error in (NumericStop("three steps in a row"), UserError("another rank", "step 3")):
-        with pytest.raises(type(error)), coordinator._noting_ends():
+        with pytest.raises(type(error)), coordinator.noting_repeating_errors():
             raise error
     assert launch.noted_end() == (4, "three steps in a row")
     with pytest.raises(EndedBefore, match="three steps in a row") as ended:
-        coordinator._end_as_before(main=True)
+        coordinator.raise_noted_error(main=True)
     assert ended.value.exit_code == 4
     with pytest.raises(SystemExit) as silent:
-        coordinator._end_as_before(main=False)
+        coordinator.raise_noted_error(main=False)
     assert silent.value.code == 4
 
 
@@ -272,7 +272,7 @@ def test_the_first_error_is_noted_and_none_without_a_store(monkeypatch: pytest.M
 def test_errors_that_may_not_repeat_are_retried(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_shared", dist.HashStore())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(type(error)), coordinator._noting_ends():
+    with pytest.raises(type(error)), coordinator.noting_repeating_errors():
         raise error
     assert launch.noted_end() is None
 
@@ -281,8 +281,8 @@ def test_stacks_come_before_timeouts_of_collectives() -> None:
     limits = section_limits(WatchdogConfig(step_s=900.0))
     assert set(limits) == {"start", "first_step", "step", "save", "load", "evaluation"} and limits["step"] == 900.0
     longest = max(limit for limit in limits.values() if limit is not None)
-    assert longest < coordinator._timeout_s(limits) < longest + 120
-    assert coordinator._timeout_s({**limits, "step": None}) > 86400.0
+    assert longest < coordinator.collective_timeout_s(limits) < longest + 120
+    assert coordinator.collective_timeout_s({**limits, "step": None}) > 86400.0
 
 
 @pytest.mark.parametrize(("schedule", "auto"), [("1f1b", True), ("zb1p", False)])

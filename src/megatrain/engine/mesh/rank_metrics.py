@@ -40,7 +40,7 @@ FIRST_SAMPLE = 10
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel or copy that ran on the device."""
+    """A kernel or copy that ran on the device."""
 
     name: str
     begin_s: float
@@ -49,21 +49,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Where the time of a step went on one device, in seconds.
+    """Where the time of a step went on one device."""
 
-    Attributes:
-        span_s: From the start of the first kernel to the end of the last.
-        compute_s: At least one computation ran.
-        collectives_s: Collectives ran, and nothing else.
-        messages_s: Messages between stages ran, and nothing else.
-        idle_s: Nothing ran.
-    """
-
-    span_s: float
-    compute_s: float
-    collectives_s: float
-    messages_s: float
-    idle_s: float
+    span_s: float  # from the start of the first kernel to the end of the last
+    compute_s: float  # at least one computation ran
+    collectives_s: float  # collectives ran, and nothing else
+    messages_s: float  # messages between stages ran, and nothing else
+    idle_s: float  # nothing ran
 
 
 def overlap_of(kernels: Sequence[Kernel]) -> Overlap:
@@ -110,24 +102,15 @@ def _annotation(event: object) -> bool:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's step.
+    """One rank's step."""
 
-    Attributes:
-        busy_s: In actions of the pipeline, collectives inside them included.
-        span_s: From the step's start to the end of its last action.
-        work_s: Own work, see [Note: own work]; None where this step was not sampled.
-        collectives_s, messages_s: Exposed communication, where sampled.
-        peak_bytes: Peak memory of the device; on a CPU of the process.
-        costs: Mean seconds of each (kind, stage).
-    """
-
-    busy_s: float
-    span_s: float
-    work_s: float | None
-    collectives_s: float | None
-    messages_s: float | None
-    peak_bytes: int
-    costs: Mapping[Any, float] = field(default_factory=dict)
+    busy_s: float  # in actions of the pipeline, collectives inside them included
+    span_s: float  # from the step's start to the end of its last action
+    work_s: float | None  # see [Note: own work]; None where the step was not sampled
+    collectives_s: float | None  # exposed collectives, where sampled
+    messages_s: float | None  # exposed messages, where sampled
+    peak_bytes: int  # of the device; on a CPU of the process
+    costs: Mapping[Any, float] = field(default_factory=dict)  # mean seconds of each (kind, stage)
 
 
 class RankMeter:

@@ -23,9 +23,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -38,21 +37,13 @@ TICK_S = 0.25
 FOLDER = "hangs"
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the main thread's work.
+class Section(NamedTuple):
+    """A part of the main thread's work."""
 
-    Attributes:
-        name: `step 12`.
-        since: Its start, in seconds of `time.monotonic`.
-        limit_s: Its limit; None if only the sections around it have one.
-        key: Config key of the limit.
-    """
-
-    name: str
-    since: float
-    limit_s: float | None
-    key: str
+    name: str  # `step 12`
+    since: float  # seconds of `time.monotonic`
+    limit_s: float | None  # None: only the sections around it have one
+    key: str  # config key of the limit
 
 
 class Watchdog:
@@ -127,7 +118,7 @@ class Watchdog:
 
     def _credit(self, seconds: float) -> None:
         with self._lock:
-            self._sections = [Section(s.name, s.since + seconds, s.limit_s, s.key) for s in self._sections]
+            self._sections = [s._replace(since=s.since + seconds) for s in self._sections]
 
     def _expired(self, now: float) -> str | None:
         with self._lock:
