@@ -242,10 +242,8 @@ def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:
     wanted = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in names}
     ids = {id(buffer) for buffer in wanted.values()}
     mark_unfilled(wanted.values())
-    others = [
-        tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in ids
-    ]  # flagged: transformers leaves them alone
-    for tensor in others:
+    others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in ids]
+    for tensor in others:  # transformers leaves flagged tensors alone
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     try:
         model.initialize_weights()
