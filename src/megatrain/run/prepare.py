@@ -36,7 +36,8 @@ from megatrain.units import abbreviated, counted, dtype_name, gib
 logger = logging.getLogger(__name__)
 
 HIGH_RATE = 0.1
-"""Learning rates above this are probably typing errors. They may be meant (for a toy model), so they are only a warning."""
+"""Learning rates above this are probably typing errors: AdamW moves a weight by about this much per step, and weights are mostly
+smaller. They may be meant (for a toy model), so they are only a warning."""
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,7 @@ def _warn(run: RunConfig, loader: StepLoader) -> None:
     asked = [name for name in ("every_steps", "at_start") if getattr(run.eval, name)]
     if run.data.val is None and asked:
         logger.warning("eval.%s is set, but data.val is not: nothing will be evaluated", asked[0])
-    if (
-        run.optim.learning_rate > HIGH_RATE
-    ):  # AdamW moves a weight, mostly smaller than 0.1, by about this much in a step
+    if run.optim.learning_rate > HIGH_RATE:
         logger.warning(
             "optim.learning_rate: %g will most likely diverge with AdamW: usual are 1e-6 to 1e-4 for fine-tuning, 1e-4 to 1e-3 "
             "from random weights",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import families
 import mesh_ranks as ranks
 from megatrain.config.load import load_config
+from megatrain.engine.mesh import rank_metrics
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import SCHEDULES, Layout, MeshPlan
-from megatrain.engine.mesh.rank_metrics import Kernel, RankStep, combined, overlap_of, proposed_split
+from megatrain.engine.mesh.rank_metrics import Kernel, RankMeter, RankStep, combined, overlap_of, proposed_split
 from megatrain.metrics.alerts import AlertWatch
 from megatrain.metrics.record import MeshRecord
 from megatrain.run.health import RunHealth
@@ -47,6 +53,35 @@ def test_measured_actions_are_those_of_the_schedules() -> None:
         assert first[name][0] and second[name][0], name
         assert first[name][1:] == second[name][1:]
         assert 0.0 <= first[name][2] < 0.8 and 0.0 <= first[name][1] < 1.0
+
+
+def test_every_nth_step_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them is the tenth step of the process, or the last but one of N."""
+
+    @contextmanager
+    def kernels_of(device: torch.device) -> Iterator[list[Kernel]]:
+        found: list[Kernel] = []
+        yield found
+        found += [Kernel("gemm", 0.0, 3.0), Kernel("ncclDevKernel_AllGather", 2.0, 4.0)]
+
+    monkeypatch.setattr(rank_metrics, "kernels_of", kernels_of)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    runner: Any = SimpleNamespace(clock=SimpleNamespace(read=list), table=lambda: [[]])
+
+    def work() -> list[tuple[bool, float | None, tuple[int, ...]]]:
+        meter = RankMeter(Layout(shard=1), [4], runner, torch.device("cuda"), sample_every_steps=4)
+        found = []
+        for _ in range(8):
+            meter.begin_step()
+            meter.end_step()
+            step = meter.gather()
+            assert step is not None
+            found.append((step.sampled, step.exposed_collectives_s, step.stage_peak_bytes))
+        return found
+
+    (found,) = ranks.run(1, work)
+    assert [number for number, step in enumerate(found, start=1) if step[0]] == [3, 7]
+    assert [step[1:] for step in found] == [((1.0 if step[0] else None), (7,)) for step in found]
 
 
 def test_communication_is_exposed_where_no_computation_hides_it() -> None:
