@@ -32,11 +32,10 @@ from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MeshRecord, MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
 from megatrain.run.coordinator import Coordinator, coordinated
-from megatrain.run.divergence import Divergence, DivergenceGuard
 from megatrain.run.engine_factory import make_engine
 from megatrain.run.evaluate import evaluate
 from megatrain.run.folder import RunFolder, errors_into_log
-from megatrain.run.health import HostWatermark, RunHealth
+from megatrain.run.health import Divergence, DivergenceGuard, HostWatermark, RunHealth
 from megatrain.run.prepare import Prepared, prepare
 from megatrain.run.resume import PastRates
 from megatrain.run.saves import RunSaves, is_due

@@ -38,7 +38,10 @@ class Child:
 def child(tmp_path_factory: pytest.TempPathFactory) -> Child:
     """All cases run in one process, because starting it takes longer than the cases."""
     file = tmp_path_factory.mktemp("gpu") / "results.jsonl"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{SUPPORT}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-X", "faulthandler", str(SUPPORT / "mesh_gpu_child.py"), str(file)]
     command += ["--device", os.environ.get("MESH_GPU_DEVICE", "cuda")]
     with (file.parent / "output").open("w+") as output:
