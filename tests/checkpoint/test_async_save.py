@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from engines import host_engine
 from families import BY_NAME, batch, build
@@ -26,7 +27,6 @@ from megatrain.checkpoint.format import SafetensorsReader
 from megatrain.checkpoint.host_planes import HostCheckpoints, HostPlanes, HostReader, StagingMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
 from megatrain.engine.host.engine import HostEngine
-from megatrain.engine.host.step import StepRunner
 from megatrain.errors import EngineClosed, UserError
 from megatrain.optim.adamw import AdamW
 
@@ -556,7 +556,7 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
         engine.save(tmp_path / "ckpt")
         wanted = train(engine, data(1, 2))
     reached_layer = threading.Event()
-    restore, run_layer = OpenCheckpoint.restore, StepRunner.run_layer
+    restore, forward = OpenCheckpoint.restore, LlamaDecoderLayer.forward
     last = f"layer.{len(engine.structure.layers) - 1}"
     restored: list[str] = []
 
@@ -566,13 +566,14 @@ def test_the_first_forward_starts_when_the_first_units_are_there(
         restore(self, unit, *rest)
         restored.append(unit.name)
 
-    def noting(self: StepRunner, index: int, *rest: Any) -> Any:
-        outputs = run_layer(self, index, *rest)
-        reached_layer.set()
+    def noting(self: LlamaDecoderLayer, hidden: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        outputs = forward(self, hidden, *arguments, **keywords)
+        if hidden.device.type == "cpu":
+            reached_layer.set()
         return outputs
 
     monkeypatch.setattr(OpenCheckpoint, "restore", held)
-    monkeypatch.setattr(StepRunner, "run_layer", noting)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", noting)
     with engine_of() as again:
         again.load(tmp_path / "ckpt", wait=False)
         assert last not in restored
