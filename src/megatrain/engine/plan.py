@@ -110,7 +110,7 @@ class ExecutionPlan:
         device_gib: Limit on this process's device memory, enforced; None: all of it.
 
     Raises:
-        UserError: From the constructor, with every field that no model could run with.
+        UserError: From the constructor, with every field that no model could use.
     """
 
     placement: Place | Mapping[str, Place] = "host"
@@ -188,8 +188,7 @@ class ExecutionPlan:
         policies = (
             self.activations if isinstance(self.activations, Mapping) else dict.fromkeys(layers, self.activations)
         )
-        offload = self.offload_input
-        offload = (frozenset(layers) if offload else frozenset()) if isinstance(offload, bool) else offload
+        offload = frozenset(layers) if self.offload_input is True else frozenset(self.offload_input or ())
         held = {layer for layer, policy in policies.items() if policy != "recompute"}
         problems = [f"there is no unit {name}" for name in sorted(placement.keys() - set(units))]
         if any(layer not in layers for layer in [*policies, *offload]):
