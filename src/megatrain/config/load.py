@@ -181,7 +181,7 @@ def _parsed(text: str) -> Any:
         _TooMuch: Too many values, or nested too deeply.
         YAMLError: Not valid YAML.
     """
-    # The parser would take minutes to overflow the stack. Brackets in strings count too; no config has that many.
+    # The parser would take minutes to overflow the stack. Brackets inside strings count too, which no real config reaches.
     deepest = max(itertools.accumulate(_BRACKETS.get(character, 0) for character in text), default=0)
     if deepest > MOST_BRACKETS:
         raise _TooMuch("is nested too deeply")

@@ -1,1 +1,1 @@
-"""What a run tells: `record.py` the numbers of a step, `logger.py` all text for people, `plot.py` the picture."""
+"""Output of a run: numbers of a step (`record.py`), console and log text (`logger.py`), plots (`plot.py`)."""

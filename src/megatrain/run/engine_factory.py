@@ -106,7 +106,7 @@ def mesh_plan(run: RunConfig, restarts: int = 0) -> MeshPlan:
 
     Args:
         run: The config.
-        restarts: How often the run has run out of device memory: the plan is reduced that many times, if it can be.
+        restarts: Restarts after running out of device memory; the plan is reduced once for each, as far as it can be.
     """
     layout = check_mesh(run)
     policy, compute = run.activations.policy, run.precision.compute_dtype

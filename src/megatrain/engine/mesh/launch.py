@@ -15,9 +15,9 @@ store (`TORCHELASTIC_USE_AGENT_STORE`) it ends with rank 0, and every attempt fi
 
 [Note: out of memory]
 When a step fails on one rank, the others wait for it in collectives that it cannot enter again. So its process ends with the exit
-code of a hang, after it has counted up RUN/denser. torchrun restarts all ranks; they resume from the newest checkpoint with the
-plan reduced that many times (`MeshPlan.reduced`). To keep the reduced plan, write its line into the config; to undo it, remove
-the file.
+code of a hang, after it has increased the count in RUN/denser. torchrun restarts all ranks; they resume from the newest
+checkpoint, with the plan reduced as often as the count says (`MeshPlan.reduced`). To keep the reduced plan, write its line into
+the config; to undo it, remove the file.
 """
 
 from __future__ import annotations
