@@ -5,7 +5,6 @@
 # Rehearsal on a CPU: WORDS="--shape tiny --tokens 64 --steps 4" DEVICE=cpu benchmarks/gpu2.sh
 set -u
 export PYTHONPATH=${PYTHONPATH:-src:tests/support} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_SHOW_CPP_STACKTRACES=0
 budget=${BUDGET:-570} row_limit=${ROW_LIMIT:-110} words=${WORDS:-} device=${DEVICE:-cuda} python=${PYTHON:-python3}
 out=${OUT:-$(mktemp -d)}/gpu2

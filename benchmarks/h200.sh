@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The rows of docs/benchmarks.md for one H200, each in its own process with a time limit.
+# Rows of docs/benchmarks.md for one H200, each in its own process with a time limit. The training steps as a user gets them,
+# through `megatrain train`: benchmarks/front_door.py.
 # Use: benchmarks/h200.sh ROW...      rows: 8b-32 8b-8 8b-24gib 14b 17b 4b deepspeed fsdp2 small save resume-lazy resume-eager (after save)
 #                                     long-131072 long-262144 long-524288 instruments trace doctor
 # Logs go to $OUT (default: a temporary folder); the last lines of each are printed.
 set -u
-export PYTHONPATH=${PYTHONPATH:-src} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export PYTHONPATH=${PYTHONPATH:-src} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 out=${OUT:-$(mktemp -d)}
 machine=${MACHINE:-docs/machines/h200.yaml}
 disk=${DISK:-/tmp/megatrain-checkpoints} # for the checkpoint rows: 60 GiB
 bench="python3 -m megatrain bench --machine $machine --warmup 2"
-full="--device-fraction 0.965" # nothing else uses the GPU
 
 row() { # name, seconds, lines to print, command...
   local name=$1 limit=$2 lines=$3
@@ -21,12 +21,12 @@ row() { # name, seconds, lines to print, command...
 
 for name in "$@"; do
   case $name in
-    8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 $full --steps 5 ;;
-    8b-8) row "$name" 140 34 $bench --shape qwen3-8b --rows 8 --tokens 1024 $full --steps 6 ;;
+    8b-32) row "$name" 170 34 $bench --shape qwen3-8b --rows 32 --tokens 1024 --steps 5 ;;
+    8b-8) row "$name" 140 34 $bench --shape qwen3-8b --rows 8 --tokens 1024 --steps 6 ;;
     8b-24gib) row "$name" 200 34 $bench --shape qwen3-8b --rows 64 --tokens 1024 --steps 3 --device-gib 24 ;;
-    14b) row "$name" 150 22 $bench --shape qwen3-14b --rows 32 --tokens 1024 $full --steps 2 --no-bounds ;;
-    17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 $full --steps 2 --warmup 1 --no-bounds ;;
-    4b) row "$name" 100 22 $bench --shape qwen3-4b --rows 32 --tokens 1024 $full --steps 3 --no-bounds ;;
+    14b) row "$name" 150 22 $bench --shape qwen3-14b --rows 32 --tokens 1024 --steps 2 --no-bounds ;;
+    17b) row "$name" 200 22 $bench --shape qwen3-17b --rows 32 --tokens 1024 --steps 2 --warmup 1 --no-bounds ;;
+    4b) row "$name" 100 22 $bench --shape qwen3-4b --rows 32 --tokens 1024 --steps 3 --no-bounds ;;
     deepspeed) row "$name" 170 4 python3 benchmarks/peers/deepspeed_zero3.py --warmup 1 --steps 2 ;;
     fsdp2) row "$name" 100 4 python3 benchmarks/peers/fsdp2.py --warmup 1 --steps 2 ;;
     small) row "$name" 90 6 python3 benchmarks/small_units.py 16 1024 12 ;;

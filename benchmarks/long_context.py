@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import tempfile
 import threading
@@ -121,8 +120,6 @@ def main() -> None:
     parser.add_argument("--plan-only", action="store_true")
     parser.add_argument("--option", action="append", default=[], help="field of ExecutionPlan instead of the plan's")
     given = parser.parse_args()
-    # set before the first use of the device: tensors as large as a hundredth of its memory would leave gaps
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     folder = folder_of(given.layers)
     shape = shape_of(load_model_config(folder), name="qwen2.5-7b")
     machine = with_measured_attention(load_machine(given.machine))

@@ -20,7 +20,8 @@ import megatrain
 
 ROOT = Path(megatrain.__file__).parent
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "units"),
+    ("errors", "text", "units"),
+    ("paths",),
     ("config",),
     ("host_memory", "data", "metrics"),
     ("models",),
@@ -79,11 +80,11 @@ def package(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_the_top_level_holds_packages_and_four_modules() -> None:
+def test_the_top_level_holds_packages_and_six_modules() -> None:
     modules = {path.stem for path in ROOT.glob("*.py")}
-    assert modules == {"__init__", "__main__", "errors", "units"}
+    assert modules == {"__init__", "__main__", "errors", "paths", "text", "units"}
     packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
-    assert packages | {"errors", "units"} == set(RANK), "say in ORDER where a package stands"
+    assert packages | {"errors", "paths", "text", "units"} == set(RANK), "say in ORDER where a package stands"
 
 
 @pytest.mark.parametrize("name", sorted(RANK))
@@ -144,4 +145,4 @@ def test_config_data_and_metrics_know_no_engine() -> None:
             for u in uses
             if module != "megatrain" and package(module) == name
         }
-        assert used <= {name, "config", "errors", "units"}, used
+        assert used <= {name, "config", "errors", "paths", "text", "units"}, used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.commands.main import main
 from megatrain.config.load import load_config
+from megatrain.metrics.record import read_records
 from tiny_run import write_chats, write_model, write_texts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +91,29 @@ def test_the_commands_of_the_pages_run_in_their_order(
     assert not (place / "runs" / "next").exists(), "`check` makes no run folder"
 
 
+def test_the_two_process_example_runs_with_the_config_that_init_writes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of docs/parallel.md, word by word, through the real torchrun; the losses are those of one process."""
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^torchrun --nproc-per-node 2 .* --engine mesh .*$", page, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(place))
+    write_texts(tmp_path / "data.jsonl", 60)
+    assert main(["init", str(place / MODEL), "data.jsonl"]) == 0
+    assert load_config("run.yaml").rows_per_step == 1, "the smallest step there is"
+    short = ["--schedule.epochs=null", "--schedule.steps=2", "--schedule.warmup_ratio=0"]
+    words = line.split()
+    assert words[0] == "torchrun"
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    done = subprocess.run([*torchrun, *words[1:], *short], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["train", "run.yaml", "--run.device=cpu", "--run.dir=runs/one", *short]) == 0
+    two, one = ([r.loss for r in read_records(Path("runs", name, "metrics.jsonl"))] for name in ("two", "one"))
+    assert len(one) == 2
+    assert two == pytest.approx(one, rel=1e-5)
+
+
 def test_the_python_of_the_pages_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     names: dict[str, object] = {}
@@ -148,7 +173,7 @@ def test_seven_files_lead_to_the_hot_loop() -> None:
     listed = re.findall(r"^\d\. \[\S+\]\((\S+)\)", README, flags=re.MULTILINE)
     assert len(listed) == 7
     assert "src/megatrain/engine/host/step.py" in listed[:2]
-    assert "def gradients(self" in (ROOT / "src/megatrain/engine/host/step.py").read_text(encoding="utf-8")
+    assert "def gradients(" in (ROOT / "src/megatrain/engine/host/step.py").read_text(encoding="utf-8")
 
 
 # ---- configs that are shipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -25,11 +26,11 @@ SAFETENSORS_DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a config name (`bf16`), a safetensors name (`BF16`) or a torch name (`bfloat16`)."""
+    """The torch dtype of a config name (`bf16`; tests: `fp64`), a safetensors name (`BF16`) or a torch name (`bfloat16`)."""
     import torch
 
     by_config_name = {short: long for long, short in _TORCH_NAMES.items()}
-    return getattr(torch, by_config_name.get(name) or SAFETENSORS_DTYPES.get(name, name))
+    return getattr(torch, {"fp64": "float64", **by_config_name}.get(name) or SAFETENSORS_DTYPES.get(name, name))
 
 
 def dtype_name(dtype: torch.dtype | str) -> DtypeName:
@@ -42,6 +43,18 @@ def gib(size_bytes: float, digits: int = 1) -> str:
     if size_bytes >= GIB:
         return f"{size_bytes / GIB:,.{digits}f} GiB"
     return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= 100 * MIB else f"{size_bytes / MIB:.3g} MiB"
+
+
+def gibs(*sizes_bytes: float, digits: int = 1) -> tuple[str, ...]:
+    """Memory sizes of one sentence, all in the unit of the largest: `0.0021 GiB`, `22.9 GiB`; small ones to two digits."""
+    if max(sizes_bytes) < GIB:
+        return tuple(gib(size) for size in sizes_bytes)
+    return tuple(f"{size / GIB:,.{_digits(size / GIB, digits)}f} GiB" for size in sizes_bytes)
+
+
+def _digits(value: float, least: int) -> int:
+    """Decimals that show two digits of a small value, and at least `least`."""
+    return max(least, 1 - math.floor(math.log10(value))) if 0 < value < 10**-least else least
 
 
 def size_lines(sizes: Mapping[str, float], indent: int = 4, smallest_bytes: int = MIB // 2) -> list[str]:

@@ -24,7 +24,8 @@ from hosted import as_bits
 from megatrain.checkpoint import files, host_planes, reader, writer
 from megatrain.checkpoint.async_save import SaveCancelled
 from megatrain.checkpoint.format import SafetensorsReader
-from megatrain.checkpoint.host_planes import HostCheckpoints, HostPlanes, HostReader, StagingMemory
+from megatrain.checkpoint.host_checkpoints import HostCheckpoints
+from megatrain.checkpoint.host_planes import HostPlanes, HostReader, StagingMemory
 from megatrain.checkpoint.reader import OpenCheckpoint, is_complete, latest_complete
 from megatrain.engine.host.engine import HostEngine
 from megatrain.errors import EngineClosed, UserError

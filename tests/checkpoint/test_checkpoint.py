@@ -28,7 +28,8 @@ from hosted import (
     trained,
 )
 from megatrain.checkpoint import reader, writer
-from megatrain.checkpoint.format import MANIFEST_FILE
+from megatrain.checkpoint.files import FolderWriter
+from megatrain.checkpoint.format import MANIFEST_FILE, read_manifest
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.errors import UserError
 from megatrain.models.build import build_from_memory, refuse_other_config
@@ -52,10 +53,10 @@ def test_state_comes_back_bit_for_bit(name: str, split: bool, tmp_path: Path):
     source = tmp_path / "source"
     save_family(name, source)
     hosted = trained(source, split)
-    target = save(hosted, tmp_path / "ckpt", source, loss_scale=2.0)
+    target = save(hosted, tmp_path / "ckpt", source, loss_scale={"scale": 2.0})
 
     again = host_folder(source, split)
-    assert load(target, again) == {"step": 1, "loss_scale": 2.0}
+    assert load(target, again) == {"step": 1, "updates": 0, "seed": 0, "loss_scale": {"scale": 2.0}, "extra": {}}
     assert_same_state(hosted, again)
     # The other kind of store reads the same masters from the same files.
     other = host_folder(source, not split)
@@ -151,6 +152,67 @@ def test_everything_but_weights_is_copied(llama: Path, tmp_path: Path):
     assert (tmp_path / "trusted" / "modeling_odd.py").exists()
 
 
+def test_what_a_source_folder_holds_besides_a_model_stays_there(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Links to private files are not followed, and adapters, which transformers would load, are not taken along."""
+    (tmp_path / "private.txt").write_text("private")
+    (llama / "real.txt").write_text("mine")
+    links = {"inside.txt": "real.txt", "key.txt": "../private.txt", "zero.txt": "/dev/zero", "gone.txt": "nowhere"}
+    for name, target in links.items():
+        (llama / name).symlink_to(target)
+    hosted, again = trained(llama), host_folder(llama)
+    (llama / "additional_chat_templates").mkdir()  # such a template is not even read
+    (llama / "additional_chat_templates" / "key.jinja").symlink_to(tmp_path / "private.txt")
+    for name in (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "adapter_model.bin",
+        "odd\\name.txt",
+        "new\nline.txt",
+    ):
+        (llama / name).write_text("{}")
+    (llama / "Readme.md").write_text("1")
+    (llama / "README.md").write_text("2")
+    with caplog.at_level("WARNING", "megatrain"):
+        for step in (1, 2):
+            target = save(hosted, tmp_path / f"step_{step}", llama, step=step)
+    assert (target / "inside.txt").read_text() == "mine"
+    assert not (target / "inside.txt").is_symlink()
+    kept = {path.name for path in target.rglob("*")}
+    left_out = ["key.txt", "zero.txt", "gone.txt", "key.jinja", "adapter_config.json", "adapter_model.safetensors"]
+    left_out += ["adapter_model.bin", "odd\\name.txt", "new\nline.txt", "Readme.md"]
+    assert not kept & set(left_out)
+    assert "README.md" in kept
+    for name in left_out:
+        assert sum(repr(name)[1:-1] in line for line in caplog.messages) == 1, "said once, not with every save"
+    assert not any(path.read_bytes() == b"private" for path in target.rglob("*") if path.is_file())
+    load(target, again)
+
+
+def test_a_state_too_large_to_be_read_back_is_refused_before_it_is_written(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hosted = trained(llama)
+    for limit in ("STATE_BYTES", "STATE_VALUES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, limit, getattr(writer, limit.replace("STATE", "JSON")) + 100)
+            with pytest.raises(UserError, match="keep large tensors in files of your own"):
+                save(hosted, tmp_path / "ckpt", llama, extra={"numbers": list(range(200))})
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_files_in_deeper_folders_are_written(tmp_path: Path):
+    with FolderWriter(tmp_path / "made") as folder:
+        folder.write_bytes("a/b/c.txt", b"x")
+        for name in ("../out.txt", "/out.txt", "a/../../out.txt"):
+            with pytest.raises(UserError, match="names"):
+                folder.write_bytes(name, b"x")
+        folder.commit({"format": "megatrain-checkpoint", "version": 1, "step": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert "a/b/c.txt" in read_manifest(tmp_path / "made").files
+
+
 def test_model_from_memory(tmp_path: Path):
     model = build(BY_NAME["mixtral"], seed=0)
     model.generation_config.eos_token_id = 7
@@ -180,7 +242,7 @@ def test_state_of_all_kinds_comes_back(llama: Path, tmp_path: Path):
     state.pop("worst")
     assert torch.equal(back["rng"].pop("torch"), state["rng"].pop("torch"))
     assert back["extra"].pop("empty").shape == state["extra"].pop("empty").shape
-    assert back == state
+    assert back == {"updates": 0, "seed": 0, **state}
     with pytest.raises(TypeError, match=r"state\.extra\[1\]: object"):
         save(hosted, tmp_path / "other", llama, extra=[0, object()])
     assert not (tmp_path / "other").exists()

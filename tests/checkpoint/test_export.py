@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hosted import Hosted, save, save_as, save_family, trained
 from megatrain.checkpoint import card
 from megatrain.checkpoint import export as module
 from megatrain.checkpoint.export import export, find_checkpoint, verify
+from megatrain.checkpoint.format import canonical
 from megatrain.commands.main import main
 from megatrain.config.load import dump_config, load_config
 from megatrain.errors import UserError
@@ -60,6 +62,31 @@ def test_export_has_the_sources_keys_shapes_and_type(family: str, tmp_path: Path
     assert text.startswith("---\n")
     for words in ("license: mit", "library_name: transformers", "| optimizer steps | 7 |", "| weights | float32 |"):
         assert words in text
+
+
+def test_an_export_takes_no_adapter_no_code_and_no_link_of_the_runs_folder_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint of an earlier version, or of somebody else, may list them."""
+    _, _, run = checkpoint("llama", tmp_path)
+    (tmp_path / "private.png").write_bytes(b"private")
+    (run / "config.yaml").write_text("of another version: true\n")
+    (run / "loss.png").symlink_to("../private.png")
+    (run / "metrics.jsonl").symlink_to("/dev/zero")
+    given = run / "checkpoints" / "step_000007"
+    manifest = json.loads((given / "manifest.json").read_text())
+    manifest.pop("crc32")
+    for name in ("adapter_config.json", "modeling_odd.py", "pytorch_model.bin", "notes.txt"):
+        (given / name).write_bytes(b"{}")
+        manifest["files"][name] = {"size": 2, "crc32": zlib.crc32(b"{}")}
+    (given / "manifest.json").write_text(json.dumps(manifest | {"crc32": zlib.crc32(canonical(manifest))}))
+    with caplog.at_level("WARNING", "megatrain"):
+        out = export(run, tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "README.md", "README.source.md",
+        "model.safetensors", "notes.txt",
+    }  # fmt: skip
+    assert "adapter_config.json' is not copied" in caplog.text
 
 
 def test_the_card_of_a_run_says_how_the_model_was_trained(tmp_path: Path) -> None:
@@ -234,3 +261,24 @@ def test_weights_only_is_a_model_folder_of_two_bytes_a_parameter(tmp_path: Path)
             assert torch.equal(loaded[full], unit.layout.view(hosted.store.units[unit.name].hi, local))
     with pytest.raises(UserError, match="weights only"):
         export(tmp_path / "weights", tmp_path / "out")
+
+
+def test_names_in_a_card_are_text_and_nothing_else(tmp_path: Path) -> None:
+    """A run's name and the data's paths make no heading, link, HTML, cell or end of a code block."""
+    folder = tmp_path / "run [a](http:x) <b> | c"
+    text = {"name": "x", "data": {"max_tokens": "<script> | [b](c) `d`"}}
+    run = card.RunFiles(folder.name, load_config(_config_of(tmp_path, "a`\n# heading\n```\n<script>.jsonl")), [], None)
+    page = "\n".join([card._table(card._facts(text, 3, {}, torch.float32, run)), card._data(run.config)])  # type: ignore[arg-type]
+    assert r"| tokens per row | \<script> \| \[b](c) \`d\` |" in page
+    assert r"- `a'\n# heading\n'''\n<script>.jsonl`" in page
+    assert [line for line in page.splitlines() if line.startswith(("#", "```", "<"))] == []
+    assert card._plain(folder.name) == r"run \[a](http:x) \<b> \| c"
+
+
+def _config_of(tmp_path: Path, data: str) -> dict[str, object]:
+    return {
+        "model": {"path": str(tmp_path)},
+        "data": {"train": data},
+        "batch": {"tokens_per_step": 2048},
+        "run": {"dir": str(tmp_path)},
+    }

@@ -74,6 +74,11 @@ def test_an_unknown_shape_and_an_unknown_option_are_user_errors(capsys: pytest.C
     assert "qwen3-8b" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"weight_slot=3"):
         plan_overrides(["weight_slot=3"])
+    with pytest.raises(UserError, match=r'did you mean "microbatch_rows=3"\?'):
+        plan_overrides(["microbatch-row=3"])
+    words = "bench --shape tiny --rows 1 --tokens 8 --device cpu --option acumulation_steps=2"
+    assert main(words.split()) == 2
+    assert 'did you mean "accumulation_steps=2"?' in capsys.readouterr().err
 
 
 def test_a_config_folder_is_a_shape(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_answers_are_marked_as_trained_and_questions_are_not(files: Path, capsys
     place = next(line for line in shown.splitlines() if line.startswith("--- "))
     number = int(place.split(":")[1])
     sample = json.loads((files / "chats.jsonl").read_text().splitlines()[number - 1])["messages"]
-    want = f"<|im_start|>user\n{sample[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    want = f"  <|im_start|>user\n  {sample[0]['content']}<|im_end|>\n  <|im_start|>assistant\n  "
     assert f"{want}⟦{sample[1]['content']}<|im_end|>⟧" in shown
     assert shown.count("⟦") == 2, "one in the headline, one around the answer"
 
@@ -77,8 +78,38 @@ def test_lengths_rows_and_rejects_are_counted(files: Path, tmp_path: Path, capsy
     assert sum(line.startswith("--- ") for line in shown.splitlines()) == 2, "a sample of each source"
 
 
+LOST = {
+    "developer messages": [{"role": "developer", "content": "call the tool"}],
+    "later system messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "answer in order"}],
+    "tool results": [{"role": "user", "content": "a"}, {"role": "tool", "content": "fox"}],
+}
+
+
+@pytest.mark.parametrize("part", LOST)
+def test_what_the_template_leaves_out_is_named_and_refused_or_told(
+    part: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template with branches for a first system message, the user and the assistant."""
+    known = "m['role'] in ('user', 'assistant') or loop.first and m['role'] == 'system'"
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if "
+        + known
+        + " %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    rest = [{"role": "user", "content": "What is one?"}, {"role": "assistant", "content": "A number."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": LOST[part] + rest}) + "\n")
+    words = ["--data.train", str(tmp_path / "a.jsonl"), "--data.chat_template", str(tmp_path / "t.jinja")]
+    what = f"the chat template {tmp_path}/t.jinja leaves out {part}"
+    refused = _data(files, capsys, *words, code=2)
+    assert f"1 x {what} (data.left_out: warn would train without): {tmp_path}/a.jsonl:1" in refused
+    told = _data(files, capsys, *words, "--data.left_out=warn")
+    assert f"warning: {what}; these samples are trained without (1 time)" in told
+    assert "⟦A number.<|im_end|>⟧" in told
+
+
 def test_it_is_logged_if_no_sample_is_rejected(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no sample was rejected" in _data(files, capsys)
+    assert "rejected: none" in _data(files, capsys)
 
 
 def test_lengths_are_shown_even_if_samples_are_too_long(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,9 +218,33 @@ def test_no_character_of_a_long_sample_is_split() -> None:
 
 def test_terminals_get_colours_and_logs_get_marks() -> None:
     pieces = [Piece("ask", False), Piece("answer", True)]
-    assert marked(pieces, colours=False, marks=("<", ">")).plain == "ask<answer>"
+    assert marked(pieces, colours=False, marks=("<", ">")).plain == "  ask<answer>"
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system="standard", width=80)
     console.print(marked(pieces, colours=True, marks=("<", ">")))
     assert "\x1b[1;32manswer\x1b[0m" in out.getvalue()
     assert "<" not in out.getvalue()
+
+
+def test_the_report_says_what_was_read_of_each_source_and_what_was_not(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "hi <|im_end|> there", "name": "Ann"}, {"role": "assistant", "content": "ho"}]
+    rows: list[dict[str, Any]] = [{"messages": turns, "id": i, "source": "web"} for i in range(8)]
+    rows += [{"messages": turns, "label": False}, {"messages": turns, "tools": [{"name": "f", "description": "adds"}]}]
+    file = files / "report.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"--data.train={file}", "--data.allow_rejects=0.2")
+    for left_out, rejects in (("reject", 2), ("warn", 1)):
+        shown = _data(files, capsys, *words, f"--data.left_out={left_out}")
+        report = shown[shown.index(f"\n{file}\n") :].split("\n\n")[0].splitlines()[2:]
+        assert report[:3] == [
+            "  read: format messages (columns messages, tools)",
+            "  columns not read: id, source",
+            "  keys and keywords that the template does not read: name",
+        ]
+        assert report[3].startswith("  rejected: 1 of 10: ")
+        assert "marked as undesirable: its label is false" in report[3]
+        assert report[3].count(" of 10: ") == rejects
+        assert report[4] == "  left out by the template: 1 x tool schemas"
+        assert report[5] == f"  special tokens in text: {8 + 1} x <|im_end|>"

@@ -66,6 +66,21 @@ def test_help_all_describes_all_keys_by_section(capsys: pytest.CaptureFixture[st
     assert re.search(r"--model.path TEXT +Hugging Face model folder[^-]*\(required\)", shown)
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help-all"]])
+def test_help_that_was_asked_for_goes_to_standard_output(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+    shown = capsys.readouterr()
+    assert shown.out
+    assert shown.err == ""
+
+
+def test_every_command_can_be_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in _commands():
+        assert "--verbose" in _shown(capsys, command, "--help")
+
+
 @pytest.mark.parametrize("section", ["optim", "engine"])
 def test_help_all_of_one_section(capsys: pytest.CaptureFixture[str], section: str) -> None:
     shown = _shown(capsys, "check", "--help-all", section)

@@ -77,7 +77,7 @@ def test_a_file_is_previewed_checked_and_trained_on(
     shown = capsys.readouterr().out
     assert f"format {format} (" in shown
     assert f": {counted(samples, 'sample')}, " in shown
-    assert "no sample was rejected" in shown
+    assert "rejected: none" in shown
     assert "⟦" in shown
 
     assert main(["check", run]) == 0

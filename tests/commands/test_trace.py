@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ def test_a_run_becomes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (
         main(["trace", str(run), "--steps", "2", "--warmup", "1", "--out", str(out), "--png", str(png), "--save"]) == 0
     )
-    assert str(out) in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert str(out) in shown
+    assert re.search(rf"disk: a checkpoint of .*B in {tmp_path}, removed afterwards\n", shown)
     assert not (tmp_path / "run").exists(), "the run itself has not begun"
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -54,6 +57,16 @@ def test_a_run_becomes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {event["name"] for event in rows["AdamW"]} == {"embedding", "layer.0", "layer.1", "head"}
     assert all(event["args"]["bytes"] > 0 for event in rows["H2D"] + rows["D2H"])
     assert {event["name"] for event in rows["checkpoint"]} == {"save"}
+
+
+def test_a_trace_without_a_save_needs_no_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And names no temporary folder of its own."""
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps(config(prepare(tmp_path))))
+    assert main(["trace", str(run), "--steps=1", "--warmup=1", "--out", str(tmp_path / "trace.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "disk" not in shown
+    assert "/tmp" not in shown.replace(str(tmp_path), "")
 
 
 def test_a_shape_becomes_a_trace(tmp_path: Path) -> None:

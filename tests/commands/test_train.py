@@ -513,3 +513,45 @@ def test_a_bug_keeps_its_traceback(own_files: Path) -> None:
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
     assert "Traceback" in done.stderr
+
+
+# What a plain run says, in this order. A line that a user can neither act on nor waits for belongs to --verbose.
+SAID = [
+    r"model \S+: LlamaForCausalLM, 39.8 K parameters in 2 layers, fp32 compute on cpu, fp32 master weights and moments",
+    r"host memory: .* needed, .* available",
+    r"disk: .* per checkpoint, at most 2 at once, in \S+",
+    r"\S+texts.jsonl: format text .*: 60 samples, .* tokens, .* trained( \(from the cache\))?",
+    r"train: .* rows of 64 tokens, .* filled; .*",
+    r"val: .* rows of 64 tokens, .*",
+    r"4 steps of 256 tokens \(\d per epoch\); constant schedule, 0 steps of warm-up to 0.001",
+    r"reading the weights",
+    r"first step",
+    r"step 1/4  loss .*",
+    r"step 2/4  loss .*",
+    r"step 2: validating",
+    r"step 2: validation loss .*",
+    r"saving step 2 .*",
+    r"step 2: saved \S+ in .* s",
+    r"step 3/4  loss .*",
+    r"step 4/4  loss .*",
+    r"step 4: validating",
+    r"step 4: validation loss .*",
+    r"saving step 4 .*",
+    r"step 4: saved \S+ in .* s",
+    r"4 steps done; training loss .*; validation loss .*; checkpoint \S+; picture \S+",
+]
+
+
+def test_a_run_says_what_its_user_can_act_on_and_nothing_else(
+    own_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.val={fraction: 0.2}", "--eval.every_steps=2", "--checkpoint.every_steps=2"]
+    words.append("--checkpoint.background=false")
+    assert main(["train", str(own_files / "run.yaml"), *words]) == 0
+    shown = capsys.readouterr()
+    unexpected = [line for line in shown.out.splitlines() if not any(re.fullmatch(said, line) for said in SAID)]
+    assert unexpected == []
+    assert [said for said in SAID if len(re.findall(f"^{said}$", shown.out, flags=re.MULTILINE)) != 1] == []
+    assert shown.err == ""
+    assert main(["train", str(own_files / "run.yaml"), "--verbose", f"--run.dir={own_files}/again", *words]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= len(SAID)

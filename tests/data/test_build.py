@@ -20,6 +20,7 @@ from megatrain.data import build
 from megatrain.data import store as store_module
 from megatrain.data.build import EARLY_CHECK, Builder
 from megatrain.data.render import ChatRenderer, Encoder
+from megatrain.data.specials import SpecialTokens
 from megatrain.data.store import TokenStore
 from megatrain.errors import UserError
 
@@ -27,11 +28,20 @@ from megatrain.errors import UserError
 class _Built:
     """A builder with its log."""
 
-    def __init__(self, cache: Path, template: str | None = tiny.CHATML, allow: float = 0.01, **options: Any):
+    def __init__(
+        self,
+        cache: Path,
+        template: str | None = tiny.CHATML,
+        allow: float = 0.01,
+        special: Any = "auto",
+        **options: Any,
+    ):
         self.lines: list[str] = []
         self.tokenizer = tiny.make_tokenizer(template, **options)
         renderer = ChatRenderer(self.tokenizer, None, "assistant")
-        self._builder = Builder(Encoder(self.tokenizer), renderer, cache, allow, self.lines.append)
+        self._builder = Builder(
+            Encoder(self.tokenizer), renderer, SpecialTokens(self.tokenizer, special), cache, allow, self.lines.append
+        )
 
     def open(self, path: Path | str, **source: Any) -> TokenStore:
         return self._builder.open(SourceConfig(path=str(path), **source), "data.train[0]")
@@ -324,3 +334,50 @@ def test_ids_outside_the_vocabulary_name_their_sample(tmp_path: Path) -> None:
     store.check_ids(501)
     with pytest.raises(UserError, match=r"a.jsonl:2: token id 500 is outside the model's vocabulary of 500"):
         store.check_ids(500)
+
+
+def test_json_lines_in_a_text_file_are_samples_and_the_log_says_so(tmp_path: Path) -> None:
+    file = _jsonl(tmp_path / "chat.txt", [*(_chat(str(i)) for i in range(6)), {"broken": 1}])
+    built = _Built(tmp_path / "cache", allow=0.5)
+    store = built.open(file)
+    assert (len(store), store.kind, store.place(1)) == (6, "samples", f"{file}:2")
+    assert any("samples as JSON, not plain text" in line and "chat.txt" in line for line in built.lines)
+    assert built.open(file, format="text").kind == "stream"
+
+
+def test_columns_that_are_not_read_are_named_once_also_from_the_cache(tmp_path: Path) -> None:
+    file = _jsonl(tmp_path / "a.jsonl", [{**_chat(), "id": i, "source": "web", "none": None} for i in range(3)])
+    for _ in range(2):
+        built = _Built(tmp_path / "cache")
+        built.open(file)
+        assert [line for line in built.lines if "not read" in line] == [f"{file}: columns not read: id, source"]
+    built = _Built(tmp_path / "cache")
+    built.open(file, ignore=("id", "source"))
+    assert not any("not read" in line for line in built.lines)
+
+
+def test_nan_in_a_column_that_is_not_read_rejects_nothing(tmp_path: Path) -> None:
+    lines = ['{"text": "one", "score": NaN}', '{"text": NaN}', '{"text": "two", "at": Infinity, "bad": "\\ud83d"}']
+    file = _jsonl(tmp_path / "a.jsonl", [*lines, '{"text": "\\ud83d"}'])
+    built = _Built(tmp_path / "cache", allow=0.5)
+    assert len(built.open(file)) == 2
+    assert f"{file}: 1 x text is not a string: {file}:2 (float)" in built.lines
+    assert f"{file}: 1 x text: half of a surrogate pair: {file}:4" in built.lines
+
+
+def test_keys_and_keywords_that_the_template_does_not_read_are_named(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi", "name": "Ann", "at": None}, {"role": "assistant", "content": "ho"}]
+    record = {"messages": turns, "chat_template_kwargs": {"enable_thinking": False, "lang": "en"}}
+    file = _jsonl(tmp_path / "a.jsonl", [record])
+    built = _Built(tmp_path / "cache")
+    built.open(file)
+    name = "the chat template of tiny"
+    assert built.lines[1:] == [
+        f"{file}: keys of messages that {name} does not mention: name",
+        f"{file}: keywords that {name} does not read: enable_thinking, lang",
+    ]
+    reads = "{% if lang and not enable_thinking %}{{ messages[0].get('name') }}{% endif %}" + tiny.CHATML
+    built = _Built(tmp_path / "cache", reads)
+    store = built.open(file)
+    assert built.lines[1:] == []
+    assert built.tokenizer.decode(_document(store, 0)).startswith("Ann<|im_start|>")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from megatrain.config.schema import SourceConfig
+from megatrain.data.files import COMPRESSED_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIX
 from megatrain.data.formats import FORMATS
-from megatrain.data.sources import COMPRESSED_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIX
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 

@@ -21,6 +21,11 @@ def _chat(*turns: dict[str, Any], **more: Any) -> ChatSample:
     return _sample({"messages": list(turns), **more})
 
 
+def _call(arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments, **more}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
 @pytest.mark.parametrize(
     ("record", "name", "kind"),
     [
@@ -117,22 +122,149 @@ def test_training_flags_are_read_from_messages_and_hidden_from_the_template() ->
     assert all(set(message) == {"role", "content"} for message in sample.messages)
 
 
-def test_the_template_gets_tools_and_calls_as_objects_without_nulls() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 2}'}}
+def test_the_template_gets_tools_and_calls_as_objects_and_nulls_as_they_are() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 2}', "strict": True}}
     sample = _chat(
         TURNS[0],
         {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
-        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1", "tool_calls": None},
         TURNS[1],
         tools=json.dumps([{"type": "function", "function": {"name": "f"}}]),
     )
-    assert sample.messages[1] == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 2}}}],
-    }
-    assert sample.messages[2]["tool_call_id"] == "1"
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 2}, "strict": True}}]
+    assert sample.messages[1:4] == [
+        {"role": "assistant", "content": None, "tool_calls": calls, "name": None},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "4", "tool_call_id": "1", "tool_calls": None},
+    ]
     assert sample.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "f", "arguments": {"x": 2}},
+        {"name": "f", "parameters": {"x": 2}},
+        {"function": "f", "args": '{"x": 2}'},
+        {"id": "1", "function": {"name": "f", "arguments": '{"x": 2}'}},
+        {"function": {"name": "f"}, "arguments": {"x": 2}},
+    ],
+)
+def test_the_forms_of_a_tool_call_become_one(call: dict[str, Any]) -> None:
+    for turn in ({"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "function_call": call}):
+        (made,) = _chat(TURNS[0], turn).messages[1]["tool_calls"]
+        assert made == {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}} | (
+            {"id": "1"} if "id" in call else {}
+        )
+
+
+def test_openais_older_functions_are_tools_and_results() -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    sample = _chat(
+        TURNS[0],
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "4"},
+        TURNS[1],
+        functions=[function],
+    )
+    assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
+    assert sample.messages[2]["name"] == "f"
+    assert sample.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert sample.tools == [{"type": "function", "function": function}]
+
+
+def test_a_system_prompt_beside_the_messages_is_their_first() -> None:
+    for name in ("system", "system_prompt", "system_message"):
+        sample = _chat(*TURNS, **{name: "Be brief"})
+        assert sample.messages[0] == {"role": "system", "content": "Be brief"}
+    own = [{"role": "system", "content": "Be brief"}, *TURNS]
+    assert _chat(*own, system="Be brief").messages == own, "the same twice is one"
+    with pytest.raises(SampleRejected, match="beside the messages and another one in them"):
+        _chat(*own, system="Be long")
+    sample = _sample({"prompt": TURNS[:1], "completion": TURNS[1:], "system": "Be brief"})
+    assert ([m["role"] for m in sample.messages], sample.answers_from) == (["system", "user", "assistant"], 2)
+
+
+def test_keywords_of_the_record_go_to_the_template() -> None:
+    kwargs = {"enable_thinking": False, "custom_instructions": None}
+    assert _chat(*TURNS, chat_template_kwargs=kwargs).keywords == kwargs
+    assert _chat(*TURNS, chat_template_kwargs=json.dumps(kwargs)).keywords == kwargs
+    assert _chat(*TURNS, reasoning_effort="low", enable_thinking=None).keywords == {"reasoning_effort": "low"}
+    with pytest.raises(SampleRejected, match="chat_template_kwargs sets tools, which the data decide"):
+        _chat(*TURNS, chat_template_kwargs={"tools": []})
+    with pytest.raises(SampleRejected, match="enable_thinking and another one in chat_template_kwargs"):
+        _chat(*TURNS, chat_template_kwargs=kwargs, enable_thinking=True)
+
+
+def test_columns_that_are_not_read_are_counted_unless_they_are_empty_or_left_out_on_purpose() -> None:
+    reading = find_reading([{"messages": TURNS}], "auto", {}, "file", ignore=("score",))
+    for record in ({"id": 7, "text": "x", "note": None}, {"id": 8, "url": "", "tags": [], "score": 3}):
+        reading.sample({"messages": TURNS, **record})
+    assert reading.unread == {"id": 2, "text": 1}
+
+
+def test_a_column_that_appears_late_in_a_file_is_read() -> None:
+    reading = find_reading([{"messages": TURNS}], "auto", {}, "file")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    late = reading.sample({"messages": TURNS, "tools": tools})
+    assert isinstance(late, ChatSample)
+    assert late.tools == tools
+    with pytest.raises(SampleRejected, match="undesirable"):
+        reading.sample({"messages": TURNS, "label": False})
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"label": False}, "marked as undesirable: its label is false"),
+        ({"label": "False"}, "marked as undesirable"),
+        ({"kto_tag": 0}, "marked as undesirable: its kto_tag is false"),
+        ({"label": 3}, "label is neither true nor false"),
+        ({"split": "Test"}, "held out: its split is test"),
+        ({"images": ["a.png"]}, "it has images: only text can be trained"),
+        ({"image": "a.png"}, "it has image: only text can be trained"),
+        ({"loss_weight": 0.0}, "its loss_weight is 0"),
+        ({"weight": 0.5}, "its weight is not 1: samples cannot be weighted (0.5)"),
+    ],
+)
+def test_columns_that_say_whether_a_record_is_trained_are_heeded_in_every_format(more: dict, reason: str) -> None:
+    harmless = {"label": True, "split": "train", "images": [], "weight": 1}
+    for record in ({"messages": TURNS}, {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(SampleRejected) as caught:
+            _sample({**record, **more})
+        assert str(caught.value).startswith(reason)
+        assert _sample({**record, **harmless}) == _sample(record)
+        reading = find_reading([{**record, **more}], "auto", {}, "file", ignore=tuple(more))
+        assert reading.sample({**record, **more}) == _sample(record), "`ignore` is the way out"
+
+
+def test_a_mask_with_another_name_can_be_mapped_or_left_out() -> None:
+    record = {"input_ids": [5, 6], "my_mask": [0, 1], "special_tokens_mask": [1, 0]}
+    assert _sample(record, loss_mask="my_mask") == TokenSample([5, 6], [False, True])
+    assert find_reading([record], "auto", {}, "file", ignore=("my_mask",)).sample(record) == TokenSample([5, 6])
+
+
+def test_a_class_label_beside_plain_text_is_only_named() -> None:
+    reading = find_reading([{"text": "a"}], "auto", {}, "file")
+    assert reading.sample({"text": "a", "label": 0}) == TextSample("a")
+    assert reading.unread == {"label": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "want"),
+    [
+        ({"attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], None)),
+        ({"attention_mask": [0, 1, 1, 1]}, ([6, 7, 8], None)),
+        ({"completion_mask": [0, 0, 1, 1]}, ([5, 6, 7, 8], [False, False, True, True])),
+        ({"assistant_masks": [0, 1, 0, 1]}, ([5, 6, 7, 8], [False, True, False, True])),
+        ({"loss_mask": [0, 1, 1, 1], "labels": [5, 6, 7, -100]}, ([5, 6, 7, 8], [False, True, True, False])),
+        ({"labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}, ([5, 6, 7], [False, True, True])),
+        ({"position_ids": [0, 1, 2, 3], "seq_lengths": [4]}, ([5, 6, 7, 8], None)),
+    ],
+)
+def test_masks_beside_token_ids_select_tokens(more: dict, want: tuple) -> None:
+    assert _sample({"input_ids": [5, 6, 7, 8], **more}) == TokenSample(*want)
 
 
 def test_sharegpt_names_become_roles() -> None:
@@ -179,6 +311,28 @@ def test_labels_select_the_trained_tokens() -> None:
         ({"instruction": "a", "output": ["b"]}, "output is not a string (list)"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, "history is not a list of pairs"),
         ({"prompt": "a", "completion": ""}, "empty completion"),
+        ({"messages": [{"role": "user", "content": "a", "mask": 1}, TURNS[1]]}, "mask of a message: its meaning"),
+        ({"messages": [TURNS[0], {**TURNS[1], "train": True, "weight": 0}]}, "a message with contradicting flags"),
+        ({"messages": [TURNS[0], {**TURNS[1], "reasoning": "a", "thinking": "b"}]}, "a message with two different"),
+        ({"messages": [TURNS[0], _call("{'x': 2}")]}, "the arguments of a tool call are not a JSON object"),
+        ({"messages": [TURNS[0], _call('{"x": 2')]}, "the arguments of a tool call are not a JSON object"),
+        ({"messages": [TURNS[0], _call('"x"')]}, "the arguments of a tool call are not a JSON object"),
+        ({"messages": [TURNS[0], _call([2])]}, "the arguments of a tool call are not a JSON object"),
+        ({"messages": [TURNS[0], _call('{"x": NaN}')]}, "the arguments of a tool call are not a JSON object"),
+        ({"messages": [TURNS[0], _call('{"x": 1, "x": 2}')]}, "the arguments of a tool call are not a JSON object"),
+        ({"messages": [TURNS[0], _call({"x": 2}, parameters={"x": 3})]}, "a tool call with arguments twice"),
+        ({"messages": [TURNS[0], {**_call("{}"), "function_call": {"name": "g"}}]}, "a message with both tool_calls"),
+        ({"messages": TURNS, "tools": [{"name": "f"}], "functions": [{"name": "g"}]}, "both tools and functions"),
+        ({"messages": TURNS, "chat_template_kwargs": "low"}, "chat_template_kwargs is not an object (str)"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "tools beside a prompt as text"),
+        ({"prompt": "a", "completion": "b", "system_prompt": "c"}, "system beside a prompt as text"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "attention_mask is 0 everywhere"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask has zeros between ones"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 2]}, "attention_mask is not a list of 0 and 1"),
+        ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, "prompt_mask beside input_ids: its meaning for training is unclear"),
+        ({"input_ids": [1, 2], "completion_mask": [1]}, "completion_mask is not as long as input_ids"),
+        ({"input_ids": [1, 2], "position_ids": [0, 0]}, "position_ids are not 0, 1, 2, ...: the record is packed"),
+        ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "seq_lengths has several entries"),
         ({"input_ids": [1, -2]}, "input_ids is not a list of token ids"),
         ({"input_ids": [1.5]}, "input_ids is not a list of token ids"),
         ({"input_ids": [1, 2], "labels": [1]}, "labels is not as long as input_ids"),

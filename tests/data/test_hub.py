@@ -47,7 +47,9 @@ def snapshot(cache: Path, files: dict[str, str], name: str = "datasets--org--som
 
 
 def found(cache: Path, hub_id: str = "org/some-set", **words: str) -> list[str]:
-    return [str(file.relative_to(cache)).split(SHA + "/")[-1] for file in find_files(hub_id, "data.train[0]", **words)]
+    return [
+        str(file.relative_to(cache)).split(SHA + "/")[-1] for file in find_files(hub_id, "data.train[0]", **words).files
+    ]
 
 
 LINE = '{"text": "the quick brown fox"}\n'
@@ -151,7 +153,7 @@ def test_a_path_in_an_existing_folder_is_not_a_hub_id(cache: Path) -> None:
     Path("data/chat.json").write_text(json.dumps([]))
     with pytest.raises(UserError, match=r"data/chat.jsonl does not exist\n  -> did you mean data/chat.json"):
         found(cache, "data/chat.jsonl")
-    with pytest.raises(UserError, match="are for datasets of the hub"):
+    with pytest.raises(UserError, match="subset is for datasets of the hub, split also for folders"):
         find_files("data/chat.json", "data.train[0]", split="test")
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import tiny_tokenizer as tiny
-from megatrain.data.formats import ChatSample, SampleRejected
+from megatrain.data.formats import ChatSample, SampleRejected, find_reading
 from megatrain.data.render import ChatRenderer, Encoder, Rendered
 from megatrain.errors import UserError
 
@@ -141,12 +141,57 @@ def test_turns_without_a_question_in_between_share_a_text() -> None:
     assert _trained_text(tokenizer, sample)[0].count("<think>") == 2
 
 
-def test_a_generation_prompt_that_opens_a_thought_is_trained_from_where_the_turn_differs() -> None:
-    tokenizer = tiny.make_tokenizer(tiny.OPENED_THOUGHT)
-    renderer = ChatRenderer(tokenizer, None, "assistant")
-    assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
+@pytest.mark.parametrize(
+    ("content", "thought", "trained"),
+    [
+        ("A number.", "", "\n</think>\n\nA number.<|im_end|>"),
+        ("A number.", "easy", "easy\n</think>\n\nA number.<|im_end|>"),
+        ("<think>\neasy\n</think>\n\nA number.", "", "easy\n</think>\n\nA number.<|im_end|>"),
+        ("<think>easy</think> A number.", "", "easy</think> A number.<|im_end|>"),
+        ("easy\n</think>\n\nA number.", "", "easy\n</think>\n\nA number.<|im_end|>"),
+    ],
+)
+@pytest.mark.parametrize("template", [tiny.OPENED_THOUGHT, tiny.OPENED_THOUGHT_RAW])
+def test_a_thought_that_the_generation_prompt_opens_is_continued_and_closed(
+    template: str, content: str, thought: str, trained: str
+) -> None:
+    """The ids are those of the prompt at inference, and then the answer's."""
+    tokenizer = tiny.make_tokenizer(template)
+    sample = _sample([CHAT[0], ("assistant", content)])
+    if thought:
+        sample.messages[1]["reasoning_content"] = thought
+    ((ids, mask),) = _trained(tokenizer, sample)
+    prompt = tokenizer.apply_chat_template(sample.messages[:1], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(prompt).endswith("<think>\n")
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one]) == trained
+    assert mask[len(prompt) :].tolist()[: len(tokenizer(trained)["input_ids"])].count(False) == 0
+
+
+def test_an_empty_thought_that_is_added_is_told() -> None:
+    renderer = ChatRenderer(tiny.make_tokenizer(tiny.OPENED_THOUGHT), None, "assistant")
     renderer.render(_sample(CHAT[:2]))
-    assert "adds text to the generation prompt that the answers do not have (1 time)" in renderer.take_notes()[0]
+    assert renderer.take_notes() == [
+        "the chat template of tiny opens a thought in the generation prompt; answers without one begin with </think> (1 time)"
+    ]
+
+
+def test_a_generation_prompt_that_forbids_thoughts_leaves_them_out() -> None:
+    tokenizer = tiny.make_tokenizer(tiny.CLOSED_THOUGHT)
+    assert _trained_text(tokenizer, _sample(CHAT[:2])) == ["A number.<|im_end|>"]
+    sample = _sample(CHAT[:2])
+    sample.messages[1]["reasoning_content"] = "easy"
+    with pytest.raises(SampleRejected, match="the chat template of tiny leaves out thoughts"):
+        _trained(tokenizer, sample)
+    (text,) = ChatRenderer(tokenizer, None, "assistant", "warn").render(sample)
+    assert text.text.endswith("<think>\n\n</think>\n\nA number.<|im_end|>\n")
+
+
+def test_an_answer_that_begins_like_an_opened_thought_is_not_mixed_up_with_it() -> None:
+    tokenizer = tiny.make_tokenizer(tiny.OPENED_THOUGHT)
+    assert _trained_text(tokenizer, _sample([CHAT[0], ("assistant", "<table>")])) == [
+        "\n</think>\n\n<table><|im_end|>",
+    ]
 
 
 def test_a_template_without_a_generation_prompt_does_not_train_headers() -> None:
@@ -182,26 +227,56 @@ def test_if_the_next_turns_token_ends_answers_it_is_trained_after_every_answer()
     assert any("only with the <|user|> of the next turn" in note for note in renderer.take_notes())
 
 
-def test_text_that_the_template_leaves_out_is_logged() -> None:
+def test_a_thought_that_the_template_drops_is_found() -> None:
     sample = _sample([("user", "one?"), ("assistant", "<think>hm</think> A number.")])
-    for template, told in ((tiny.CHATML, False), (tiny.NO_THOUGHTS, True)):
-        renderer = ChatRenderer(tiny.make_tokenizer(template), None, "assistant")
-        renderer.render(sample)
-        assert any("leaves out part of an answer's content" in note for note in renderer.take_notes()) == told
+    assert _trained_text(tiny.make_tokenizer(tiny.CHATML), sample) == ["<think>hm</think> A number.<|im_end|>"]
+    tokenizer = tiny.make_tokenizer(tiny.NO_THOUGHTS)
+    with pytest.raises(SampleRejected, match="leaves out part of an answer's content"):
+        _trained(tokenizer, sample)
+    renderer = ChatRenderer(tokenizer, None, "assistant", "warn")
+    renderer.render(sample)
+    assert renderer.take_left_out() == {"part of an answer's content": 1}
+    assert renderer.take_left_out() == {}
+    assert renderer.take_notes() == [
+        "warning: the chat template of tiny leaves out part of an answer's content; these samples are trained without (1 time)"
+    ]
 
 
-@pytest.mark.parametrize("template", [tiny.TEXT_CALLS, tiny.OBJECT_CALLS])
+@pytest.mark.parametrize("template", [tiny.TEXT_CALLS, tiny.PRINTED_CALLS, tiny.OBJECT_CALLS])
 def test_tool_call_arguments_have_the_form_the_template_accepts(template: str) -> None:
     sample = _sample([("user", "one?"), ("assistant", "call"), ("tool", "1"), ("assistant", "It is 1")])
-    sample.messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
-    trained = _trained_text(tiny.make_tokenizer(template), sample)[0].replace(" ", "")
-    assert trained.startswith('call{"x":1}<|im_end|>')
+    sample.messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {"x": True}}}]
+    tokenizer = tiny.make_tokenizer(template)
+    for _ in range(2):
+        (text,) = ChatRenderer(tokenizer, None, "assistant", "warn").render(sample)
+        (begin, end), _ = text.spans
+        assert text.text[begin:end].replace(" ", "") == 'call{"x":true}<|im_end|>'
 
 
-def test_a_template_whose_turns_do_not_extend_their_prompts_is_an_error() -> None:
-    template = "{{ messages | length }}" + tiny.CHATML
-    with pytest.raises(UserError, match="the chat template of tiny renders an assistant message differently"):
-        _trained(tiny.make_tokenizer(template), _sample(CHAT))
+def test_a_call_that_the_template_drops_is_never_trained_as_an_empty_answer() -> None:
+    sample = _sample([("user", "one?"), ("assistant", ""), ("tool", "1"), ("assistant", "It is 1")])
+    sample.messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    for left_out in ("reject", "warn"):
+        for template in (tiny.CHATML, tiny.THINKING, tiny.OPENED_THOUGHT):
+            with pytest.raises(SampleRejected, match="leaves out tool calls, and writes an empty answer"):
+                ChatRenderer(tiny.make_tokenizer(template), None, "assistant", left_out).render(sample)
+
+
+def test_a_template_whose_turns_do_not_extend_their_prompts_rejects_its_samples() -> None:
+    template = tiny.CHATML.replace("'<|im_start|>assistant\n'", "'<|assistant|>\n'")
+    with pytest.raises(SampleRejected, match="the chat template of tiny renders an assistant message differently"):
+        _trained(tiny.make_tokenizer("{{ messages | length }}" + template), _sample(CHAT))
+
+
+def test_an_answer_that_changes_the_messages_before_it_follows_the_prompt_without_it() -> None:
+    """At inference the template does not know the answer yet."""
+    tokenizer = tiny.make_tokenizer("{{ messages | length }}" + tiny.CHATML)
+    for (ids, mask), turn in zip(_trained(tokenizer, _sample(CHAT)), (1, 3), strict=True):
+        messages = _sample(CHAT).messages
+        prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"]
+        answer = tokenizer(f"{messages[turn]['content']}<|im_end|>")["input_ids"]
+        assert ids == [*prompt, *answer, *tokenizer("\n")["input_ids"]]
+        assert mask.tolist() == [False] * len(prompt) + [True] * len(answer) + [False]
 
 
 def test_no_template_is_an_error_with_a_remedy() -> None:
@@ -227,22 +302,57 @@ def test_a_refusal_of_the_template_rejects_the_sample_with_its_message() -> None
         _trained(tokenizer, _sample([("user", "a"), ("user", "b"), ("assistant", "c")]))
 
 
-def test_a_token_across_the_border_of_prompt_and_answer_belongs_to_the_prompt() -> None:
-    tokenizer = tiny.make_tokenizer()
-    encoder = Encoder(tokenizer)
-    text = "user: the capital<|im_end|>"
-    offsets = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
-    begin = next(b + 1 for b, e in offsets if e - b > 2 and b > 5)  # inside a token
-    ((_, mask),) = encoder.masked_ids([Rendered(text, ((begin, len(text)),))])
-    assert mask.tolist() == [b >= begin for b, _ in offsets]
-    assert encoder.take_notes() == ["1 answer begins in the middle of a token; that token is not trained"]
+@pytest.mark.parametrize("answer", ["s", "a", "t", ":", "ant", "assistant", "assistant: s", "user", " s"])
+def test_short_answers_are_found_behind_the_header_of_a_template_without_a_generation_prompt(answer: str) -> None:
+    tokenizer = tiny.make_tokenizer(tiny.PLAIN_HEADERS)
+    sample = _sample([("user", "pick"), ("assistant", answer), ("user", "again"), ("assistant", "s")])
+    assert _trained_text(tokenizer, sample) == [f"{answer}<|im_end|> | s<|im_end|>"]
+
+
+def test_after_a_prompt_that_ends_in_a_space_all_of_the_answer_is_trained() -> None:
+    """The tokenizer has a token ` capital`, which would join the space and the answer."""
+    tokenizer = tiny.make_tokenizer(tiny.SPACE_BEFORE_ANSWERS)
+    sample = _sample([("user", "the"), ("assistant", "capital"), ("user", "the"), ("assistant", "is")])
+    ((ids, mask),) = _trained(tokenizer, sample)
+    prompt = tokenizer.apply_chat_template(sample.messages[:1], add_generation_prompt=True)["input_ids"]
+    answer = tokenizer("capital<|im_end|>")["input_ids"]
+    assert len(tokenizer(" capital")["input_ids"]) == 1
+    assert ids[: len(prompt + answer)] == prompt + answer
+    assert mask[: len(prompt + answer)].tolist() == [False] * len(prompt) + [True] * len(answer)
+    assert _trained_text(tokenizer, sample) == ["capital<|im_end|> | is<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", sorted(tiny.KINDS))
+@pytest.mark.parametrize("header", ["", "x\n\n", "x: ", "x:", "<|assistant|>", "<|assistant|>\n", "the capi"])
+@pytest.mark.parametrize("answer", ["tal of", " a", "\n\nthe", "1", "a<|im_end|>", " ", "<|im_end|>", "é"])
+def test_pieces_keep_the_ids_of_the_prompt_and_the_words_of_the_answer(kind: str, header: str, answer: str) -> None:
+    """For tokenizers that join words, put a space before a text, or take whitespace into special tokens."""
+    tokenizer = tiny.make_tokenizer(kind=kind)
+    text = f"{header}{answer}<|im_end|>\n"
+    end = len(text) - 1
+    ((ids, mask),) = Encoder(tokenizer).masked_ids([Rendered(text, ((len(header), end),), (len(header),))])
+    prompt = tokenizer(header, add_special_tokens=False)["input_ids"] if header else []
+    assert ids.tolist()[: len(prompt)] == prompt
+    first = int(mask.argmax())
+    assert first == len(prompt)
+    assert mask[first:].tolist() == sorted(mask[first:].tolist(), reverse=True)
+    trained = [int(i) for i in ids[mask]]
+    # decode drops the first space of a text for some tokenizers: decode behind a letter
+    letter = tokenizer("x", add_special_tokens=False)["input_ids"]
+    decoded = tokenizer.decode(letter + trained, clean_up_tokenization_spaces=False)[1:]
+    if (not header and kind in ("mistral", "llama2")) or (header == "<|assistant|>" and kind == "llama2"):
+        assert decoded in (f" {answer}<|im_end|>", f"{answer}<|im_end|>")  # the tokenizer puts a space there
+    else:
+        assert decoded == f"{answer}<|im_end|>"
 
 
 def test_plain_text_ids_equal_those_of_the_tokenizer() -> None:
     tokenizer = tiny.make_tokenizer(adds_bos=True)
     encoder = Encoder(tokenizer)
     texts = ["The dog.", "", " über 词 \n\n x", "a" * 5000]
-    assert [ids.tolist() for ids in encoder.ids(texts)] == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert [ids.tolist() for ids in encoder.ids([(text, False) for text in texts])] == tokenizer(
+        texts, add_special_tokens=False
+    )["input_ids"]
     assert encoder.prefix == [tokenizer.bos_token_id]
     assert encoder.suffix == [tokenizer.eos_token_id]
 
@@ -251,4 +361,38 @@ def test_truncation_settings_in_the_tokenizer_file_are_ignored() -> None:
     """They would cut samples silently."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(8)
-    assert len(Encoder(tokenizer).ids(["the dog " * 100])[0]) > 100
+    assert len(Encoder(tokenizer).ids([("the dog " * 100, False)])[0]) > 100
+
+
+NULL_CONTENT_CALLS = tiny.CHATML.replace(
+    "m['content'] + '<|im_end|>\n' }}",
+    "'' }}{% if m['content'] is none %}{{ 'CALL ' + m['tool_calls'][0]['function']['arguments'] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}",
+)
+"""Writes calls only where the content is null, and concatenates arguments as text, like DeepSeek V3."""
+PRINTED_CONTENT = tiny.OBJECT_CALLS.replace("+ m['content'] + (", "}}{{ m['content'] }}{{ (")
+"""Prints a null content as the word None."""
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (NULL_CONTENT_CALLS, 'CALL {"x":  1.10}<|im_end|>'),
+        (tiny.OBJECT_CALLS, '{"x": 1.10}<|im_end|>'),
+        (tiny.TEXT_CALLS, '{"x":  1.10}<|im_end|>'),
+        (PRINTED_CONTENT, '{"x": 1.10}<|im_end|>'),
+    ],
+)
+def test_a_null_content_stays_null_where_the_template_knows_it_and_is_empty_elsewhere(
+    template: str, written: str
+) -> None:
+    arguments = '{"x":  1.10}'
+    for turn in ({"content": None}, {}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **turn, "tool_calls": [call]}]}
+        sample = find_reading([record], "auto", {}, "file").sample(record)
+        assert isinstance(sample, ChatSample)
+        if turn or template is not NULL_CONTENT_CALLS:  # an absent content is not null
+            (text,) = ChatRenderer(tiny.make_tokenizer(template), None, "assistant", "warn").render(sample)
+            ((begin, end),) = text.spans
+            assert text.text[begin:end] == written

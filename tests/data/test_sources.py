@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatrain.data.files import FileProgress, kind_of
 from megatrain.data.formats import SampleRejected
-from megatrain.data.sources import PIECE_CHARS, FileProgress, Record, find_files, read_records, split_text, unit_of
+from megatrain.data.sources import Record, find_files, read_records, unit_of
 from megatrain.errors import UserError
 
 ROWS = [{"text": f"text {i}", "n": i} for i in range(700)]
@@ -20,7 +20,7 @@ JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
 def _read(file: Path, **options: bool) -> list[Record]:
-    return list(read_records(file, **options))
+    return list(read_records(file, kind_of(file), **options))
 
 
 def _values(file: Path) -> list[dict]:
@@ -95,9 +95,10 @@ def test_one_conversation_in_a_json_file_is_one_record(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_one_document_however_long(tmp_path: Path) -> None:
-    text = "".join(f"Line {i} of a long text.\n" for i in range(100_000))
+    text = "".join(f"Line {i} of a long text.\n" for i in range(150_000))
     records = _read(_write(tmp_path / "a.txt", text))
-    assert len(records) > 100
+    assert len(records) > 2
+    assert all(record.value["text"][-1] in " \n" for record in records if isinstance(record.value, dict))
     assert [record.more for record in records] == [True] * (len(records) - 1) + [False]
     assert "".join(record.value["text"] for record in records if isinstance(record.value, dict)) == text
 
@@ -124,46 +125,30 @@ def test_reading_progress_is_known(name: str, tmp_path: Path) -> None:
         file.write_bytes(pieces.get(name, JSONL.encode()))
     progress = FileProgress(file)
     assert progress.share == 0
-    shares = [progress.share for _ in read_records(file, progress=progress)]
+    shares = [progress.share for _ in read_records(file, kind_of(file), progress=progress)]
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= progress.share
     assert progress.share == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize("text", ["", "short", "x" * 50_000, "word " * 20_000, "a b\nc" * 9_000, "词" * 40_000])
-def test_split_text_loses_nothing_and_respects_the_size(text: str) -> None:
-    pieces = split_text(text)
-    assert "".join(pieces) == text
-    assert all(0 < len(piece) <= PIECE_CHARS for piece in pieces) or text == ""
-
-
-def test_long_text_is_cut_before_words() -> None:
-    pieces = split_text("some  words , of 12 lengths; " * 3000)
-    assert len(pieces) > 3
-    for before, after in itertools.pairwise(pieces):
-        assert not before[-1].isspace()
-        assert after[0] == " "
-        assert after[1].isalpha()
-
-
 def test_folders_are_read_in_order_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b/2.jsonl", "b/1.jsonl", "a.txt", "image.png", ".hidden.jsonl", ".cache/x.jsonl"):
         _write(tmp_path / name, "{}")
-    found = find_files(str(tmp_path), "data.train[0].path")
+    found = find_files(str(tmp_path), "data.train[0].path").files
     assert [str(file.relative_to(tmp_path)) for file in found] == ["a.txt", "b/1.jsonl", "b/2.jsonl"]
 
 
 def test_globs_read_any_suffix_as_text(tmp_path: Path) -> None:
     _write(tmp_path / "pkg/b.py", "import os\n")
     _write(tmp_path / "a.py", "import sys\n")
-    found = find_files(f"{tmp_path}/**/*.py", "here")
+    found = find_files(f"{tmp_path}/**/*.py", "here").files
     assert [file.name for file in found] == ["a.py", "b.py"]
     assert _values(found[0]) == [{"text": "import sys\n"}]
 
 
 def test_places_count_lines_or_rows() -> None:
-    assert unit_of(Path("a.jsonl.gz")) == unit_of(Path("a.txt")) == unit_of(Path("a.csv")) == "line"
-    assert unit_of(Path("a.json")) == unit_of(Path("a.parquet")) == "row"
+    assert {unit_of(kind_of(Path(name))) for name in ("a.jsonl.gz", "a.txt", "a.csv", "a.jl")} == {"line"}
+    assert {unit_of(kind_of(Path(name))) for name in ("a.json", "a.parquet")} == {"row"}
 
 
 @pytest.mark.parametrize(
@@ -197,6 +182,7 @@ def test_missing_files_are_named_with_suggestions(tmp_path: Path, path: str, sai
         ("a.jsonl.zst", b"not zstd at all", "cannot be decompressed"),
         ("a.parquet", b"PAR1 but no more", "a.parquet: cannot be read as a table"),
         ("a.arrow", b"nothing of the kind", "a.arrow: cannot be read as a table"),
+        ("a.csv", b"text,n,text\na,1,b\n", "a.csv:1: has two columns called text, of which one would be lost"),
         ("a.bin", b"\x00\x01\x02", "a.bin: is not text: it contains zero bytes"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -95,3 +97,27 @@ def test_each_copy_waits_for_the_writer_of_its_source() -> None:
     assert streams.taken() == [], "already queued"
     store.take(0)
     assert streams.taken() == [f"compute waits for {back}"]
+
+
+def test_the_memory_of_an_input_is_free_behind_its_copy_when_two_more_follow() -> None:
+    """However far the host runs ahead: at most two inputs are held for the link."""
+    streams = TracedStreams()
+    store = InputStore(streams, range(4))
+    freed: list[int] = []
+    for layer in range(4):
+        memory = hidden(layer, 2, 8).numpy().copy()
+        weakref.finalize(
+            memory, lambda layer=layer: (freed.append(layer), streams.log.append(f"input {layer} is free"))
+        )
+        store.put(layer, torch.from_numpy(memory))
+        del memory
+        assert freed == list(range(max(0, layer - 1))), "of the last two, the copies may be running"
+    waits = [line for line in streams.taken() if line.startswith("compute waits") or "is free" in line]
+    assert len(waits) == 4, waits
+    for wait, free in zip(waits[::2], waits[1::2], strict=True):
+        assert wait.startswith("compute waits for"), waits
+        assert free.endswith("is free"), waits
+    store.end_forward()
+    assert freed == [0, 1, 2, 3]
+    for layer in reversed(range(4)):
+        assert torch.equal(store.take(layer), hidden(layer, 2, 8))

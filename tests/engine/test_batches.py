@@ -40,9 +40,18 @@ def test_default_positions_and_masks_are_dropped() -> None:
     assert checked(data, VOCABULARY)[0].keys() == {"input_ids", "labels"}
 
 
+def test_a_mask_that_hides_only_padding_at_the_end_is_dropped() -> None:
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    data = rows(attention_mask=mask)
+    assert "attention_mask" in checked(data, VOCABULARY)[0], "it hides targets"
+    data["labels"] = torch.where(mask == 1, data["labels"], -100)
+    assert "attention_mask" not in checked(data, VOCABULARY)[0]
+
+
 def test_other_positions_and_masks_are_kept() -> None:
     positions, mask = torch.arange(6).expand(2, 6) + 3, torch.ones(2, 6, dtype=torch.int64)
-    mask[1, 4:] = 0
+    mask[1, :2] = 0
     out, _ = checked(rows(position_ids=positions, attention_mask=mask), VOCABULARY)
     assert torch.equal(out["position_ids"], positions)
     assert torch.equal(out["attention_mask"], mask)
@@ -55,8 +64,24 @@ def test_document_ids_become_positions_that_restart() -> None:
     assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
 
 
-def test_rows_of_one_document_need_no_positions() -> None:
-    assert "position_ids" not in checked(rows(document_ids=torch.zeros(2, 6, dtype=torch.int64)), VOCABULARY)[0]
+def test_where_lengths_matter_padding_is_a_document_in_every_batch() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    out, _ = checked(rows(attention_mask=mask), VOCABULARY, by_length=True)
+    assert "attention_mask" not in out
+    assert out["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4]]
+    out, _ = checked(rows(), VOCABULARY, by_length=True)
+    assert out["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
+    out, _ = checked(rows(position_ids=positions), VOCABULARY, by_length=True)
+    assert torch.equal(out["position_ids"], positions)
+    holes = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    out, _ = checked(rows(attention_mask=holes), VOCABULARY, by_length=True)
+    assert torch.equal(out["attention_mask"], holes)
+
+
+def test_rows_of_one_document_keep_the_positions_that_follow_from_document_ids() -> None:
+    out, _ = checked(rows(document_ids=torch.zeros(2, 6, dtype=torch.int64)), VOCABULARY)
+    assert out["position_ids"].tolist() == [list(range(6))] * 2
 
 
 @given(st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5), min_size=1, max_size=3))

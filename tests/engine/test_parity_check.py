@@ -252,7 +252,7 @@ def test_a_config_that_does_not_scale_down_is_refused_unless_its_family_is_teste
         raise KeyError("an unknown size")
 
     monkeypatch.setattr(check, "_build", fails)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         verify_family(config(BY_NAME["llama"]))
     assert "the test suite covers its parity" in caplog.text
     untested(monkeypatch)
@@ -292,7 +292,7 @@ def test_packing_is_accepted_exactly_where_transformers_keeps_documents_apart(fa
 def test_packing_is_verified_once_per_config_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     error = check._packing_error
-    monkeypatch.setattr(check, "_packing_error", lambda model: (asked.append(1), error(model))[1])
+    monkeypatch.setattr(check, "_packing_error", lambda *models: (asked.append(1), error(*models))[1])
     for attention in ("sdpa", "sdpa", "eager", None, None):
         verify_packing(config(BY_NAME["llama"]), attn_implementation=attention)
     assert len(asked) == 3

@@ -57,6 +57,7 @@ SICK: dict[Rule, tuple[StepRecord, str]] = {
     "gpu_busy": (record(computed_s=1.2), "batch.tokens_per_step"),
     "speed": (record(processed_tokens_per_s=1200.0), "another process"),
     "device_memory": (record(device_peak_bytes=135 * GIB), "memory.device_fraction"),
+    "allocation_retries": (record(allocation_retries=2, device_gap_bytes=3 * GIB), "PYTORCH_CUDA_ALLOC_CONF"),
     "slab_wait": (record({"slabs": 0.2}, slabs_in_use=12, slab_waits=9), "memory.gradient_slabs"),
     "optimizer_wait": (record({"optimizer": 0.6}), "batch.tokens_per_step"),
     "data_wait": (record(data_wait_s=0.5), "data.cache_dir"),

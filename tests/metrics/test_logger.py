@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -72,6 +73,36 @@ def test_a_resumed_run_appends_to_its_log(tmp_path: Path, console: Console) -> N
             log.open_folder(tmp_path)
             log.info(text)
     assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["first", "second"]
+
+
+def test_what_only_explains_is_shown_if_asked_for(tmp_path: Path, console: Console) -> None:
+    def talk() -> None:
+        with RunLogger(console) as log:
+            log.open_folder(tmp_path)
+            logging.getLogger("megatrain.models").debug("nothing a user can change")
+            logging.getLogger("otherlib.x").warning("somebody's advice")
+
+    talk()
+    assert shown(console) == ""
+    assert "nothing a user can change" not in (tmp_path / "log.txt").read_text()
+    own = logging.getLogger("megatrain")
+    own.setLevel(logging.DEBUG)  # --verbose
+    try:
+        talk()
+        assert own.level == logging.DEBUG
+    finally:
+        own.setLevel(logging.NOTSET)
+    assert shown(console) == "nothing a user can change\nwarning from otherlib.x: somebody's advice\n"
+    assert "nothing a user can change" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_name_cannot_write_a_line_of_the_log(tmp_path: Path, console: Console) -> None:
+    with RunLogger(console) as log:
+        log.open_folder(tmp_path)
+        log.info("reading a\n2026-01-01 00:00:00 all is well\x1b[2J\u202e:\n  two lines of ours")
+    expected = "reading a\\n2026-01-01 00:00:00 all is well\\x1b[2J\\u202e:\n  two lines of ours\n"
+    assert shown(console) == expected
+    assert (tmp_path / "log.txt").read_text()[20:] == expected
 
 
 def test_long_lines_are_not_wrapped(console: Console) -> None:
@@ -160,6 +191,60 @@ def test_a_state_is_one_line_without_a_terminal(console: Console) -> None:
         with log.state("validating", "step 1: validating"):
             pass
     assert shown(console) == "step 1: validating\n"
+
+
+# ---- steps where the console is no terminal
+
+
+def step_numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^(?:[-\d]{10} [:\d]{8} )?step +(\d+)/", text, flags=re.MULTILINE)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds; a test sets it."""
+    now = [1000.0]
+    monkeypatch.setattr(logger.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_without_a_terminal_the_first_steps_and_then_one_every_few_seconds_are_lines(
+    tmp_path: Path, console: Console, clock: list[float]
+) -> None:
+    with RunLogger(console, line_every_s=10.0) as log:
+        log.open_folder(tmp_path)
+        for step in range(1, 101):
+            clock[0] += 1.0
+            log.step(record(step), 100)
+    assert step_numbers(shown(console)) == [*range(1, 11), *range(20, 101, 10)]
+    assert step_numbers((tmp_path / "log.txt").read_text()) == [*range(1, 101)], "the log has every step"
+
+
+def test_a_step_that_was_left_out_is_shown_before_what_belongs_to_it(console: Console, clock: list[float]) -> None:
+    with RunLogger(console, line_every_s=10.0) as log:
+        for step in range(1, 31):
+            log.step(record(step, skipped="loss is nan" if step == 15 else None), 100)
+            if step == 17:
+                log.validation(record(step, val_loss=2.0, val_tokens=7, val_s=0.5))
+            if step == 21:
+                with log.state("saving", f"saving step {step}"):
+                    pass
+            if step == 25:
+                logging.getLogger("megatrain.run").warning("an alert")
+    text = shown(console)
+    assert step_numbers(text) == [*range(1, 11), 15, 17, 21, 25, 30], "30: the last step of a run that ended early"
+    lines = [re.split(r"  (?=loss)", line)[0] for line in text.splitlines()]
+    assert lines[10:] == [
+        "step  15/100", "step  17/100", "step 17: validation loss 2.0000 over 7 tokens, 0.5 s",
+        "step  21/100", "saving step 21", "step  25/100", "warning: an alert", "step  30/100",
+    ]  # fmt: skip
+
+
+def test_every_step_is_a_line_if_the_config_says_so(console: Console, clock: list[float]) -> None:
+    with RunLogger(console, line_every_s=0.0) as log:
+        for step in range(1, 31):
+            log.step(record(step), 100)
+    assert step_numbers(shown(console)) == [*range(1, 31)]
 
 
 def test_a_skipped_step_is_always_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

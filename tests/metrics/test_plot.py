@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.commands.main import main
 from megatrain.metrics import plot
-from megatrain.metrics.plot import LossPlot, draw_run, x_values
+from megatrain.metrics.plot import LossPlot, draw_run, plot_runs, x_values
 from megatrain.metrics.record import MetricsWriter
 from step_records import record
 
@@ -142,3 +142,19 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pyt
     (tmp_path / "file").touch()
     assert main(["plot", str(tmp_path / "one"), "--out", str(tmp_path / "file" / "p")]) == 2
     assert "give another place: --out" in capsys.readouterr().err
+
+
+def test_any_name_can_be_drawn(tmp_path: Path) -> None:
+    """Dollars are no formula, a name with an underscore first is in the legend, and nothing steers a page."""
+    names = ["cost $x_{$", "_hidden", "<b>\x1b[31m\u202e"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        with MetricsWriter(tmp_path / name / "metrics.jsonl") as metrics:
+            metrics.write(record(1))
+        draw_run([record(1), record(2)], tmp_path / "loss.png", title=name)
+    png, page = plot_runs([tmp_path / name for name in names], tmp_path / "all")
+    assert png.stat().st_size > 0
+    text = page.read_text()
+    assert "&lt;b&gt;\\x1b[31m\\u202e" in text
+    assert "\x1b" not in text
+    assert "_hidden" in re.sub(r"<td>.*?</td>", "", text), "in the picture itself"

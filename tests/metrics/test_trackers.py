@@ -44,6 +44,7 @@ class Memory:
 def _services(monkeypatch: pytest.MonkeyPatch) -> None:
     Memory.made = []
     monkeypatch.setattr(trackers, "SERVICES", dict(trackers.SERVICES))
+    monkeypatch.setattr(trackers, "PACKAGES", dict(trackers.PACKAGES))
 
 
 def use(name: str, service: Any) -> None:
@@ -143,13 +144,28 @@ def test_a_service_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest
     release.set()
 
 
-def test_a_service_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    warnings: list[str] = []
-    with Trackers(["trackio"], tmp_path, "p", {}, warnings.append):
-        pass
-    assert len(warnings) == 1
-    assert "pip install 'megatrain[trackio]'" in warnings[0]
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_service_that_is_not_installed_is_an_error_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """All of them at once, together with the other problems; nothing is loaded, no folder is made."""
+    tiny_run.prepare(tmp_path)
+    names = ["tensorboard", "wandb", "trackio"]
+    YAML().dump(tiny_run.config(tmp_path, metrics={"trackers": names}), tmp_path / "run.yaml")
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "broken_tracker.py").write_text("raise TypeError('descriptors cannot be created')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trackers.PACKAGES["tensorboard"] = "broken_tracker"
+    monkeypatch.setattr("megatrain.models.build.build_meta_model", lambda *_, **__: pytest.fail("a model was built"))
+    assert main([command, str(tmp_path / "run.yaml"), "--optim.groups=[]", "--run.threads=99999"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: 4 problems")
+    assert "metrics.trackers: tensorboard cannot be imported: descriptors cannot be created" in shown
+    for name in ("wandb", "trackio"):
+        assert f"metrics.trackers: {name} is not installed" in shown
+        assert f"-> pip install 'megatrain[{name}]', or leave {name} out" in shown
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -186,6 +202,7 @@ def test_a_run_with_a_broken_and_a_working_service_has_all_its_files(
     YAML().dump(tiny_run.config(tmp_path, metrics={"trackers": ["wandb", "trackio"]}), tmp_path / "run.yaml")
     use("wandb", broken)
     use("trackio", Memory)
+    trackers.PACKAGES |= {"wandb": "json", "trackio": "json"}  # installed, as far as the check sees
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
     assert [one.step for one in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [step for step, _ in Memory.made[0].steps] == [1, 2, 3, 4]

@@ -7,7 +7,7 @@ import pytest
 
 from megatrain.errors import UserError
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.spec import ParamGroup, Segment, segments_of, unmatched_groups
+from megatrain.optim.spec import ParamGroup, Segment, hyper_parameters, segments_of, unmatched_groups
 
 LAYER = [
     ("model.layers.0.self_attn.q_proj.weight", (8, 8), 0, 64),
@@ -98,10 +98,35 @@ def test_zero_rate_no_decay_and_no_clipping_are_allowed() -> None:
 def test_coefficients_are_computed_in_float64_and_rounded_once() -> None:
     optim = AdamW(learning_rate=3e-5, betas=(0.9, 0.95), weight_decay=0.1)
     scalars = optim.coefficients(step=3, gradient_scale=0.25).scalars(Segment(0, 1, 0.1, 0.5))
-    assert {type(scalar) for scalar in scalars} == {np.float32}
+    assert {type(scalar) for scalar in scalars[:-1]} == {np.float32}
     assert scalars.decay == np.float32(1 - 1.5e-5 * 0.1)
     assert scalars.step_size == np.float32(1.5e-5 / (1 - 0.9**3))
     assert scalars.bias_correction2_sqrt == np.float32(math.sqrt(1 - 0.95**3))
     assert scalars.one_minus_beta2 == np.float32(1 - 0.95)
     assert scalars.gradient_scale == 0.25
     assert optim.coefficients(1, learning_rate=1.0).learning_rate == 1.0
+
+
+def test_biases_and_norms_with_two_dimensions_are_not_decayed() -> None:
+    """The biases of experts, (experts, width), of gates, (heads, width), and norms of each head, (heads, width)."""
+    optim = AdamW(weight_decay=0.1)
+    undecayed = (
+        "model.layers.0.mlp.experts.gate_up_proj_bias",
+        "model.layers.1.temporal_block.rg_lru.input_gate_bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "transformer.h.0.ln_1.weight",
+        "model.norm.weight",
+        "layers.0.norm1.weight",
+    )
+    decayed = (
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.embed_tokens.weight",
+        "layers.0.normalizer_proj.weight",
+    )
+    assert {hyper_parameters(name, 2, optim)[0] for name in undecayed} == {0.0}
+    assert {hyper_parameters(name, 2, optim)[0] for name in decayed} == {0.1}
+    assert hyper_parameters("a.scale", 2, optim, {"a.scale"}) == (0.0, 1.0)
+    assert hyper_parameters("a.scale", 1, optim) == (0.0, 1.0)
+    group = AdamW(weight_decay=0.1, groups=(ParamGroup("gate_up_proj_bias", weight_decay=0.3),))
+    assert hyper_parameters(undecayed[0], 2, group) == (0.3, 1.0), "a group may ask for it"

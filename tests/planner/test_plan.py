@@ -11,6 +11,7 @@ import pytest
 
 from megatrain.errors import PlanRefused
 from megatrain.machine.machine import Machine
+from megatrain.optim.adamw import AdamW, Moments
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import Options, Plan, StepSize
 from megatrain.planner.report import plan_json, plan_text
@@ -64,6 +65,29 @@ def test_a_small_model_is_all_resident(shape: Shapes, machine: Machines) -> None
     assert "all units in device memory" in plan_text(made)
 
 
+def test_20b_needs_smaller_moments_which_the_refusal_says_and_the_plan_follows(
+    shape: Shapes, machine: Machines
+) -> None:
+    with pytest.raises(PlanRefused, match=r"optim\.moments: bf16 \(now fp32\): 4 bytes a parameter less.*then it fits"):
+        plan_step(shape("qwen3-20b"), machine(), StepSize(32, 1024))
+    small = Options(optim=AdamW(moments="bf16"))
+    made = plan_step(shape("qwen3-20b"), machine(), StepSize(32, 1024), options=small)
+    assert_fits(made)
+    assert "m: first moment (2)" in plan_text(made)
+    assert "already" not in plan_text(made)
+
+
+def test_smaller_moments_are_updated_faster_as_far_as_the_arithmetic_keeps_up(shape: Shapes, machine: Machines) -> None:
+    def adamw_s(moments: Moments, threads: int | None) -> float:
+        options = Options(optim=AdamW(moments=moments), threads=threads)
+        made = plan_step(shape("qwen3-14b"), machine(), StepSize(32, 1024), options=options)
+        host = sum(n for name, n in shape("qwen3-14b").unit_elements.items() if made.placement[name] == "host")
+        return made.timeline.busy["cpu adamw"] / host
+
+    assert adamw_s("fp32", None) / adamw_s("bf16", None) == pytest.approx(26 / 18, rel=0.02)
+    assert adamw_s("fp32", 1) == pytest.approx(adamw_s("bf16", 1)), "one thread computes as fast as it can"
+
+
 def test_32b_on_a_large_host(shape: Shapes, machine: Machines) -> None:
     made = plan_step(shape("qwen3-32b"), machine("h200-1536gib"), StepSize(64, 1024))
     assert_fits(made)
@@ -109,18 +133,18 @@ def test_following_a_remedy_works(shape: Shapes, machine: Machines) -> None:
 
 def test_pairs_of_remedies_are_tried_if_none_is_enough(shape: Shapes, machine: Machines) -> None:
     """And the pair names the largest number of rows that fits."""
-    small = caps_for(machine(), host_gib=101, device_gib=12)
+    small, moments = caps_for(machine(), host_gib=71, device_gib=12), AdamW(moments="bf16")
     with pytest.raises(PlanRefused) as refusal:
-        plan_step(shape("qwen3-8b"), machine(), StepSize(64, 1024), small)
+        plan_step(shape("qwen3-8b"), machine(), StepSize(64, 1024), small, Options(optim=moments))
     text = str(refusal.value)
     assert "fewer rows a step, the most that fit; not enough alone" in text
     found = re.search(
-        r"together: without clipping .* with fewer rows: (\d+) rows a step \(batch.tokens_per_step: (\d+)\); "
+        r"together: without clipping .* with fewer rows: (\d+) rows a step \(batch.tokens_per_step: (\d+), now 65536\); "
         r"then it fits, ([\d,]+) tokens/s",
         text,
     )
     assert found is not None, text
-    rows, without_plane = int(found[1]), Options(gradient_plane=False, accumulation_steps=1)
+    rows, without_plane = int(found[1]), Options(optim=moments, gradient_plane=False, accumulation_steps=1)
     assert int(found[2]) == rows * 1024
     made = plan_step(shape("qwen3-8b"), machine(), StepSize(rows, 1024), small, without_plane)
     assert f"{made.tokens_per_s:,.0f}" == found[3]

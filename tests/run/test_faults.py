@@ -195,7 +195,7 @@ def test_a_stop_file_ends_an_evaluation(files: Path, tmp_path: Path) -> None:
         ("--batch.tokens_per_step=128", "batch.tokens_per_step", "batch"),
         ("--data.max_tokens=128", "data.max_tokens was 64 and is 128", "data,batch"),
         ("--run.seed=7", "run.seed was 0 and is 7", "seed"),
-        ("--data.val={fraction: 0.3}", "data (checksum of the samples)", "data"),
+        ("--data.val={fraction: 0.3}", "data (checksum of token ids, targets, rows and weights)", "data"),
         ("--optim.learning_rate=2e-3", "optim.learning_rate was 0.001 and is 0.002", "schedule"),
         ("--schedule.kind=linear", "schedule.kind was constant and is linear", "schedule"),
         ("--schedule.warmup_steps=2", "schedule.warmup_steps was null and is 2", "schedule"),

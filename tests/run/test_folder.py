@@ -10,7 +10,7 @@ import pytest
 from megatrain.checkpoint.files import FolderWriter, writer_identity
 from megatrain.checkpoint.format import FORMAT_NAME, FORMAT_VERSION, MARKER_FILE, STATE_FILE
 from megatrain.errors import UserError
-from megatrain.run.folder import RunFolder
+from megatrain.run.folder import RunFolder, RunLock
 
 
 def make(folder: Path, *steps: int, complete: bool = True) -> RunFolder:
@@ -97,7 +97,10 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         run.resume_point(str(other.checkpoint(7)))
     with pytest.raises(UserError, match="no such checkpoint"):
         run.resume_point(str(run.checkpoint(6)))
-    with pytest.raises(UserError, match=r"not a complete checkpoint\n.*its newest is .*run/checkpoints/step_000010"):
+    with pytest.raises(
+        UserError,
+        match=r"not a complete checkpoint: it has no manifest.json\n.*its newest is .*run/checkpoints/step_000010",
+    ):
         run.resume_point(str(run.path))
     with pytest.raises(UserError, match="give a folder like RUN/checkpoints/step_000100"):
         run.resume_point(str(tmp_path))
@@ -144,3 +147,29 @@ def test_only_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in run.checkpoints.iterdir()} == {"step_000001", "step_000002", "mine.tmp-1"}
     assert not (run.checkpoint(2) / MARKER_FILE).exists()
     assert run.resume_point("latest") == run.checkpoint(2)
+
+
+@pytest.mark.parametrize(
+    "name", ["lock", "log.txt", "config.yaml", "metrics.jsonl.new", "loss.png", "checkpoints/latest.new"]
+)
+def test_a_run_writes_through_no_link(name: str, tmp_path: Path) -> None:
+    """Somebody else's run folder, which is resumed, must not make us overwrite a file elsewhere."""
+    run = make(tmp_path / "run", 5)
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(precious)
+    with (
+        pytest.raises(UserError, match=rf"{name}: is a symbolic link, and the run would write to .*precious"),
+        RunLock(run.path),
+    ):
+        pass
+    assert precious.read_text() == "years of work"
+
+
+def test_the_checkpoints_may_be_on_another_disk(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", 5)
+    run.checkpoints.rename(tmp_path / "large_disk")
+    run.checkpoints.symlink_to(tmp_path / "large_disk")
+    with RunLock(run.path):
+        assert run.resume_point("auto") == run.checkpoint(5)

@@ -250,13 +250,14 @@ def test_resuming_with_other_data_is_refused_unless_allowed(files: Path, tmp_pat
     write_texts(tmp_path / "more.jsonl", 80)
     run = make(files, tmp_path, f"--data.train={tmp_path}/more.jsonl", "--schedule.steps=6")
     with pytest.raises(
-        UserError, match=r"data \(rows\) was \d+ and is \d+; .*data \(checksum of the samples\)"
+        UserError,
+        match=r"data \(rows\) was \d+ and is \d+; .*data \(checksum of token ids, targets, rows and weights\)",
     ) as caught:
         train(run, resume="auto", engine=CountingEngine())
     assert "--allow-changes" in str(caught.value)
     assert [record.step for record in records(run)] == [1, 2, 3, 4], "nothing was touched"
     train(run, resume="auto", allow_changes=("data",), engine=CountingEngine())
-    assert "data (checksum of the samples)" in log_of(run)
+    assert "data (checksum of token ids, targets, rows and weights)" in log_of(run)
     assert "allowed" in log_of(run)
     assert [record.step for record in records(run)] == [1, 2, 3, 4, 5, 6]
 
@@ -307,9 +308,9 @@ def test_a_signal_during_an_evaluation_ends_it_and_saves(files: Path, tmp_path: 
 
 def test_a_signal_while_a_checkpoint_is_loaded_leaves_all_as_it_was(files: Path, tmp_path: Path) -> None:
     class Interrupted(CountingEngine):
-        def load(self, directory: Path, *, wait: bool = True) -> dict[str, Any]:
+        def load(self, directory: Path, *, wait: bool = True, convert_states: bool = False) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
-            return super().load(directory, wait=wait)
+            return super().load(directory, wait=wait, convert_states=convert_states)
 
     run = make(files, tmp_path, "--schedule.steps=3")
     train(run, engine=CountingEngine())

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from counting import CountingEngine, Saved
 from megatrain.checkpoint.async_save import SaveProgress
 from megatrain.checkpoint.writer import SLACK_BYTES, refuse_if_no_room
 from megatrain.config.load import load_config
 from megatrain.config.schema import CheckpointConfig, RunConfig
 from megatrain.errors import UserError
+from megatrain.run import saves as saves_module
 from megatrain.run.folder import RunFolder
-from megatrain.run.saves import RunSaves, checkpoints_at_once, refuse_if_disk_too_small
+from megatrain.run.saves import RunSaves, checkpoints_at_once, refuse_if_disk_too_small, weights_to_come
+from megatrain.units import GIB
 
 
 class Recorder:
@@ -42,6 +45,34 @@ def test_the_bound_on_copies_holds_for_weights_too(buffer_gib: Any, buffer_bytes
     )
     saves.save_if_due(1)
     assert [given["buffer_bytes"] for given in engine.asked] == [buffer_bytes, buffer_bytes]
+
+
+@pytest.mark.parametrize(
+    ("reserve", "free", "expected"),
+    [(GIB, [], None), (16 * GIB, [20 * GIB], 4 * GIB), (2 * GIB, [20 * GIB], 10 * GIB), (8 * GIB, [3 * GIB], 0)],
+)
+def test_copies_of_a_save_leave_a_large_reserve_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserve: int, free: list[int], expected: int | None
+) -> None:
+    """Below memory.host_reserve_gib the run would end. Asked once for each save: memory that is prepared is no longer free."""
+    asked: list[int | None] = []
+
+    class Asked(CountingEngine):
+        def prepare_save(self, buffer_bytes: int | None = None) -> None:
+            asked.append(buffer_bytes)
+
+        def save(self, *arguments: Any, **named: Any) -> Saved:
+            asked.append(named["buffer_bytes"])
+            return Saved()
+
+    left = [*free]
+    monkeypatch.setattr(saves_module, "available_host_bytes", lambda: left.pop(0))
+    saves = RunSaves(
+        Asked(), RunFolder(tmp_path), CheckpointConfig(every_steps=2), dict, 0, None, reserve_bytes=reserve
+    )
+    saves.after_step(1, 1.0)
+    saves.save_if_due(2)
+    assert asked == [expected, expected]
 
 
 def test_a_save_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,6 +124,37 @@ def run(*overrides: str) -> RunConfig:
 )
 def test_checkpoints_on_disk_at_the_worst_moment(overrides: tuple[str, ...], steps: int, count: int) -> None:
     assert checkpoints_at_once(run(*overrides), steps) == count
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start", "there", "count"),
+    [
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=2"), 20, [10, 20], 3),
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=2"), 100, [90, 100], 2),  # nothing left to save
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=2"), 95, [90, 95], 3),
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=2"), 20, [], 3),  # from another run's checkpoint
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=2"), 40, [10, 20, 30, 40], 5),  # more were kept before
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=null"), 50, [10, 20, 30, 40, 50], 10),
+        (("--checkpoint.every_steps=null",), 60, [60], 2),
+        (("--checkpoint.every_steps=null", "--checkpoint.at_end=false"), 60, [60], 1),
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=1", "--checkpoint.keep_every=50"), 0, [], 3),
+        (("--checkpoint.every_steps=10", "--checkpoint.keep=1", "--checkpoint.keep_every=20"), 60, [20, 40, 60], 6),
+    ],
+)
+def test_checkpoints_on_disk_after_a_resume(
+    overrides: tuple[str, ...], start: int, there: list[int], count: int
+) -> None:
+    assert checkpoints_at_once(run(*overrides), 100, start, there) == count
+
+
+def test_folders_of_weights_take_space_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run("--checkpoint.weights_every_steps=10", "--run.dir", str(tmp_path))
+    assert [weights_to_come(config, 100), weights_to_come(config, 100, 55), weights_to_come(run(), 100)] == [10, 5, 0]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6 + SLACK_BYTES))
+    refuse_if_disk_too_small(config, 10**5, 5, 5 * 10**5)
+    with pytest.raises(UserError, match=r"5 checkpoints of .* and .* of weights \(checkpoint.weights_every_steps\)"):
+        refuse_if_disk_too_small(config, 10**5, 5, 5 * 10**5 + 1)
 
 
 def test_missing_disk_space_is_reported_before_the_start(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class CountingEngine(Engine):
     def wait_saved(self) -> None:
         pass
 
-    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, wait: bool = True, convert_states: bool = False) -> dict[str, Any]:
         state = json.loads((Path(folder) / "state.json").read_text())["state"]
         self.weight, self.step = state["weight"], state["step"]
         return state["extra"]

@@ -109,6 +109,7 @@ def plan_of(
 
 def save_as(hosted: Hosted, target: Path, state: dict[str, Any], source: Path | None, **options: Any) -> Path:
     """With further options of `plan_of`."""
+    state = {"step": 0, "updates": 0, "seed": 0, "extra": {}, **state}
     plan = plan_of(hosted, target, state, source, **options)
     write_planned(plan, ((unit, hosted.store.on_host(unit.name)) for unit in plan.units))
     return target

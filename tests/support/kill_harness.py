@@ -1,6 +1,8 @@
 """Kills a trainer with SIGKILL at random moments and resumes it, again and again, until the run has ended.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=src:tests/support python tests/support/kill_harness.py --kills 100
+    OMP_NUM_THREADS=1 PYTHONPATH=src:tests/support python tests/support/kill_harness.py --kills 100 --signals KILL,TERM
+
+A trainer that gets a signal which asks (TERM, INT, HUP, USR1) must end with exit code 0 instead.
 
 After every kill, each checkpoint under its own name is read in full and compared with its checksums, by code that shares nothing
 with the trainer's choice of where to resume; the next trainer must resume from the newest of them. The killed run must
@@ -23,6 +25,7 @@ import tempfile
 import time
 import traceback
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,16 +80,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--signals", default="KILL", help="names, taken in turn")
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kills"))
-    report = harness(folder, arguments.kills, arguments.steps, random.Random(arguments.seed))
+    signals = [signal.Signals[f"SIG{name}"] for name in arguments.signals.split(",")]
+    report = harness(folder, arguments.kills, arguments.steps, random.Random(arguments.seed), signals)
     print(report)
     if arguments.folder is None:
         shutil.rmtree(folder)
 
 
-def harness(folder: Path, kills: int, steps: int, rng: random.Random) -> Report:
+def harness(
+    folder: Path, kills: int, steps: int, rng: random.Random, signals: Sequence[signal.Signals] = (signal.SIGKILL,)
+) -> Report:
     """Raises AssertionError for whatever must not happen."""
     tiny_run.prepare(folder)
     report = Report()
@@ -97,7 +104,8 @@ def harness(folder: Path, kills: int, steps: int, rng: random.Random) -> Report:
         if not reference.exists():
             assert run_to_end(folder, reference, steps, words) is None
         duration_s = json.loads((reference / "seconds").read_text())
-        one_run(folder, folder / f"killed_{number}", reference, steps, words, duration_s, kills, rng, report)
+        run = folder / f"killed_{number}"
+        one_run(folder, run, reference, steps, words, duration_s, kills, rng, report, signals)
         shutil.rmtree(folder / f"killed_{number}")
         number += 1
     return report
@@ -105,7 +113,7 @@ def harness(folder: Path, kills: int, steps: int, rng: random.Random) -> Report:
 
 def one_run(
     folder: Path, run: Path, reference: Path, steps: int, words: tuple[str, ...], duration_s: float, kills: int,
-    rng: random.Random, report: Report,
+    rng: random.Random, report: Report, signals: Sequence[signal.Signals],
 ) -> None:  # fmt: skip
     """Kill and resume one run until it has ended; after the last kill it is left alone."""
     while True:
@@ -114,7 +122,7 @@ def one_run(
         aimed = report.kills % 2 == 1
         moment_s = rng.uniform(0, AIMED_S if aimed else duration_s) if report.kills < kills else None
         started = time.monotonic()
-        killed = run_to_end(folder, run, steps, words, moment_s, aimed)
+        killed = run_to_end(folder, run, steps, words, moment_s, aimed, signals[report.kills % len(signals)])
         for step in resumes(run)[len(before) :]:  # none where the kill came first
             report.resumes += 1
             assert step == expected, f"{run} resumed after step {step}, not {expected}"
@@ -129,13 +137,20 @@ def one_run(
 
 
 def run_to_end(
-    folder: Path, run: Path, steps: int, words: tuple[str, ...], kill_after_s: float | None = None, aimed: bool = False
+    folder: Path,
+    run: Path,
+    steps: int,
+    words: tuple[str, ...],
+    kill_after_s: float | None = None,
+    aimed: bool = False,
+    number: signal.Signals = signal.SIGKILL,
 ) -> int | None:
     """Train in a child. Returns its process id if it was killed, None if it ended by itself.
 
     Args:
         kill_after_s: When to kill it; None: never.
         aimed: Count from the moment when it begins to write a checkpoint.
+        number: The signal.
     """
     started = time.monotonic()
     pid = os.fork()
@@ -148,7 +163,7 @@ def run_to_end(
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that the parent may have begun do not live here
             settings: list[str] = [
                 f"--schedule.steps={steps}", "--schedule.kind=cosine", "--checkpoint.every_steps=1", "--checkpoint.keep=2",
-                f"--run.dir={run}", *words,
+                "--data.val={fraction: 0.2}", "--eval.every_steps=3", f"--run.dir={run}", *words,
             ]  # fmt: skip
             train(load_config(tiny_run.config(folder), settings), resume="auto")
             code = 0
@@ -167,8 +182,13 @@ def run_to_end(
         if begun is None and (not aimed or any(run.glob(f"checkpoints/*.tmp-{pid}"))):
             begun = time.monotonic()
         if kill_after_s is not None and begun is not None and time.monotonic() - begun >= kill_after_s:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            os.kill(pid, number)
+            _, status = os.waitpid(pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            # a signal that comes before the trainer listens ends it, as it does any process
+            assert code in ((0, -number) if number != signal.SIGKILL else (-number,)), (
+                number, code, (folder / "output.txt").read_text()[-3000:],
+            )  # fmt: skip
             return pid
         time.sleep(0.002)
 
@@ -221,7 +241,7 @@ def assert_equal_runs(run: Path, reference: Path, steps: int) -> None:
     assert not differing and not failed, (run, differing, failed)
     numbers = [
         [
-            (r.step, r.loss, r.grad_norm, r.learning_rate, r.trained_tokens)
+            (r.step, r.loss, r.grad_norm, r.learning_rate, r.trained_tokens, r.val_loss)
             for r in read_records(folder / "metrics.jsonl")
         ]
         for folder in (run, reference)

@@ -5,6 +5,7 @@ One store serves all attempts, as with torchrun, with whatever the dead ranks of
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -66,7 +67,9 @@ def _fork(rank: int, world: int, attempt: int, port: int, words: list[str], log:
         numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
         os.environ.update({name: str(value) for name, value in numbers.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads that the parent may have begun do not live here
+        # threads that the parent may have begun do not live here: nothing may wait for them, no destructor either
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        gc.freeze()
         torch.set_num_threads(1)
         sabotage(rank, attempt)
         code = main(words)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import pickle
 import signal
@@ -64,6 +65,10 @@ def _child(rank: int, world: int, folder: Path, work: Callable[..., Any], args: 
     code = 1
     try:
         torch.set_num_threads(1)
+        # Threads that the parent may have begun do not live here: tokenizers would wait for theirs, and so would the destructor
+        # of a process group that the parent has left as garbage.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        gc.freeze()
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Trainer
 
 NO_TARGET = -100
 
@@ -138,6 +139,16 @@ def packing_error(model: nn.Module, batch: dict[str, Tensor]) -> float:
     return worst / packed_BTV.abs().max().item()
 
 
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that decay: matrices that transformers' Trainer decays and the model does not mark."""
+    named = set(Trainer.get_decay_parameter_names(None, model))  # pyright: ignore[reportArgumentType]  (it uses no self)
+    return {
+        name
+        for name, p in model.named_parameters()
+        if name in named and p.ndim >= 2 and not getattr(p, "_no_weight_decay", False)
+    }
+
+
 class ReferenceTrainer:
     """Plain transformers and `torch.optim.AdamW`: parameters with fewer than two dimensions do not decay, frozen ones
     (`requires_grad=False`) do not change.
@@ -162,10 +173,11 @@ class ReferenceTrainer:
         max_grad_norm: float | None = 1.0,
     ):
         self.model, self.max_grad_norm = model, max_grad_norm
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        decayed = decayed_parameters(model)
+        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for name, p in parameters if name in decayed], "weight_decay": weight_decay},
+            {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -54,6 +54,21 @@ OPENED_THOUGHT = THINKING.replace(
 ).replace("'<think>\n' + (m['reasoning_content'] or '') + '\n</think>\n\n'", "''")
 """The generation prompt opens a thought that the rendered turn does not have, like the R1 distillations."""
 
+OPENED_THOUGHT_RAW = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+"""The same, but the rendered turn has the content as it is."""
+
+CLOSED_THOUGHT = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"
+)
+"""The generation prompt forbids thoughts, like Qwen 3 with `enable_thinking: false`."""
+
+SPACE_BEFORE_ANSWERS = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('<|im_end|>' if m['role'] == 'assistant' else '\n') }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+PLAIN_HEADERS = SPACE_BEFORE_ANSWERS.replace("{{ 'assistant: ' }}", "")
+"""The same without a generation prompt."""
+
 HEADERS_WITH_BOS = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' + m['content'] | trim + '<|im_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
@@ -85,6 +100,11 @@ TEXT_CALLS = CHATML.replace(
 )
 """Concatenates tool call arguments as text, like DeepSeek."""
 
+PRINTED_CALLS = TEXT_CALLS.replace("+ (m['tool_calls'][0]", "}}{{ (m['tool_calls'][0]").replace(
+    "else '') +", "else '') }}{{"
+)
+"""Prints them, which writes an object as Python does."""
+
 OBJECT_CALLS = TEXT_CALLS.replace("['arguments'] if", "['arguments'] | tojson if")
 """Writes tool call arguments as JSON, like Qwen."""
 
@@ -97,31 +117,59 @@ ALTERNATING = (
 
 
 @functools.cache
-def _backend(adds_bos: bool) -> str:
+def _backend(adds_bos: bool, kind: str) -> str:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    match kind:
+        case "bytes" | "greedy":
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        case "mistral" | "llama2":
+            alphabet = sorted({*"".join(CORPUS), "\n", "▁", "é", *"<|_>:.1"})
+            scheme = "first" if kind == "mistral" else "always"
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+            tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+        case "gemma":
+            alphabet = sorted({*"".join(CORPUS), "\n", "▁", "é", *"<|_>:.1"})
+            tokenizer.normalizer = normalizers.Replace(" ", "▁")
+            tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+            tokenizer.decoder = decoders.Replace("▁", " ")
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    corpus = (
+        CORPUS
+        if kind in ("bytes", "greedy")
+        else [piece for text in CORPUS for piece in text.replace(" ", "¦ ").split("¦")]
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    if kind == "greedy":
+        tokenizer.add_special_tokens([AddedToken(text, special=True, rstrip=True) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     if adds_bos:
         bos = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
-        tokenizer.post_processor = processors.Sequence(
-            [tokenizer.post_processor, processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[bos])]
-        )
+        adding = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[bos])
+        before = [] if tokenizer.post_processor is None else [tokenizer.post_processor]
+        tokenizer.post_processor = processors.Sequence([*before, adding])
     return tokenizer.to_str()
 
 
+KINDS = {
+    "bytes": "GPT-2, Llama 3, Qwen: byte-level, no space is added",
+    "greedy": "Phi 3: special tokens take in the whitespace after them",
+    "mistral": "Mistral: a space is put before a text",
+    "llama2": "Llama 2: a space is put before a text, and after every special token",
+    "gemma": "Gemma: no space is added, texts are not split into words",
+}
+
+
 def make_tokenizer(
-    template: str | None = CHATML, *, adds_bos: bool = False, pad: str = "<|pad|>"
+    template: str | None = CHATML, *, adds_bos: bool = False, pad: str = "<|pad|>", kind: str = "bytes"
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with 400 tokens, called `tiny`; EOS is `<|im_end|>`."""
+    """A BPE tokenizer with 400 tokens or fewer, called `tiny`; EOS is `<|im_end|>`. `kind`: see `KINDS`."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_backend(adds_bos)),
+        tokenizer_object=Tokenizer.from_str(_backend(adds_bos, kind)),
         bos_token="<|begin|>",
         eos_token="<|im_end|>",
         pad_token=pad,

@@ -1,8 +1,9 @@
 """A save that runs in a thread while training continues, and writes the state of one step.
 
 `AsyncSave` is the same for both engines: the thread, its progress, cancellation and result. A `SaveSource` says what is
-written: `HostPlanes` (host_planes.py) the planes of a host store, `ShardedState` (engine/mesh/saving.py) units that it
-gathers from all ranks. `CheckpointManager` (manager.py) starts saves and reports their errors.
+written: `HostPlanes` (host_planes.py) the planes of a host store; `HostShards` (host_shards.py) and `ShardedState`
+(engine/mesh/saving.py) units that are gathered from all ranks. `CheckpointManager` (manager.py) starts saves and reports their
+errors.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord, read_records
 from megatrain.models.build import cached_snapshot
+from megatrain.paths import file_problem, regular_file
+from megatrain.text import one_line
 
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"
@@ -50,17 +52,19 @@ class RunFiles:
 def run_of(checkpoint: Path, step: int) -> RunFiles | None:
     """The run whose folder the checkpoint is in, or None."""
     folder = checkpoint.resolve().parent.parent
-    if checkpoint.resolve().parent.name != "checkpoints" or not (folder / "config.yaml").is_file():
+    if checkpoint.resolve().parent.name != "checkpoints" or file_problem(folder, "config.yaml") is not None:
         return None
     try:
         config = load_config(folder / "config.yaml")
     except UserError:  # of another version
         config = None
-    try:
-        records = [record for record in read_records(folder / "metrics.jsonl") if record.step <= step]
-    except UserError:  # damaged
-        records = []
-    return RunFiles(folder.name, config, records, folder / CURVE if (folder / CURVE).is_file() else None)
+    records: list[StepRecord] = []
+    if file_problem(folder, "metrics.jsonl") is None:
+        try:
+            records = [record for record in read_records(folder / "metrics.jsonl") if record.step <= step]
+        except UserError:  # damaged
+            pass
+    return RunFiles(folder.name, config, records, folder / CURVE if file_problem(folder, CURVE) is None else None)
 
 
 def card_text(
@@ -78,16 +82,18 @@ def card_text(
     run = run_of(checkpoint, step)
     parts = [
         _front_matter(checkpoint, extra, model, run),
-        f"# {run.name if run is not None else checkpoint.resolve().name}",
-        f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from `{checkpoint.name}`.",
+        f"# {_plain(run.name if run is not None else checkpoint.resolve().name)}",
+        f"Trained with megatrain {__version__}: fp32 master weights and AdamW moments, exported from {_code(checkpoint.name)}.",
     ]
-    if (checkpoint / CARD).is_file():
+    if file_problem(checkpoint, CARD) is None:
         parts.append(f"The card of the model that training started from is in `{SOURCE_CARD}`.")
     parts.append(_table(_facts(extra, step, model, dtype, run)))
     if run is not None and run.curve is not None:
         parts.append(f"![Loss, learning rate, gradient norm and speed over the steps]({CURVE})")
     if run is not None and run.config is not None:
-        parts += ["## Data", _data(run.config), "## Config", f"```yaml\n{dump_config(run.config)}```"]
+        text = dump_config(run.config)
+        fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))  # longer than any inside
+        parts += ["## Data", _data(run.config), "## Config", f"{fence}yaml\n{text}{fence}"]
     parts += [
         "## Use",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -101,17 +107,17 @@ def _front_matter(checkpoint: Path, extra: Mapping[str, Any], model: Mapping[str
     metadata = CardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        license=_license_of(checkpoint / CARD),
+        license=_license_of(checkpoint),
         base_model=_base_model(extra, model, run),
     )
     return f"---\n{metadata.to_yaml()}\n---"
 
 
-def _license_of(card: Path) -> Any:
-    """The license in a card's metadata; None without a card or readable metadata."""
+def _license_of(checkpoint: Path) -> Any:
+    """The license in the metadata of a checkpoint's card; None without a card or readable metadata."""
     try:
-        return (metadata_load(card) or {}).get("license") if card.is_file() else None
-    except (ValueError, YAMLError):
+        return (metadata_load(regular_file(checkpoint, CARD)) or {}).get("license")
+    except (UserError, ValueError, YAMLError, AttributeError):
         return None
 
 
@@ -159,17 +165,29 @@ def _facts(
     return facts | {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
 
 
+def _plain(text: str) -> str:
+    """Text from a name or a setting as Markdown that shows just that: one line, without links, HTML or cells of a table."""
+    return re.sub(r"([\\`\[<|])", r"\\\1", one_line(text))
+
+
+def _code(text: str) -> str:
+    """Text from a name or a path as Markdown code."""
+    return "`" + one_line(text).replace("`", "'") + "`"
+
+
 def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    lines = (f"| {_plain(name)} | {_plain(value)} |" for name, value in rows.items())
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def _data(config: RunConfig) -> str:
     section = config.data
     lines = [
-        f"- `{source.path}`" + (f", weight {source.weight:g}" if source.weight != 1 else "") for source in section.train
+        f"- {_code(source.path)}" + (f", weight {source.weight:g}" if source.weight != 1 else "")
+        for source in section.train
     ]
     if section.val is not None and section.val.fraction is not None:
         lines.append(f"- held out: {section.val.fraction:.2%} of the above")
     elif section.val is not None:
-        lines += [f"- held out: `{source.path}`" for source in section.val.sources or ()]
+        lines += [f"- held out: {_code(source.path)}" for source in section.val.sources or ()]
     return "\n".join([*lines, f"- trained on: {section.train_on}; longer than a row: {section.overflow}"])

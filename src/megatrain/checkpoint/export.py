@@ -6,8 +6,8 @@ checkpoint names. Then transformers loads the folder, and tensors and logits are
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,12 +21,23 @@ from megatrain.checkpoint.card import CARD, CURVE, SOURCE_CARD, card_text, run_o
 from megatrain.checkpoint.files import FolderWriter, refuse_if_taken
 from megatrain.checkpoint.format import MANIFEST_FILE, MARKER_FILE, STATE_FILE, STATE_FOLDER, damages, read_manifest
 from megatrain.checkpoint.reader import OpenCheckpoint, latest_complete
-from megatrain.checkpoint.writer import SLACK_BYTES, refuse_if_no_room, weights_file_name, with_dtype, write_index
+from megatrain.checkpoint.writer import (
+    ADAPTER_FILES,
+    SLACK_BYTES,
+    WEIGHT_SUFFIXES,
+    refuse_if_no_room,
+    warn_left_out,
+    weights_file_name,
+    with_dtype,
+    write_index,
+)
 from megatrain.errors import UserError
 from megatrain.host_memory.store import split_
 from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
+from megatrain.models.folder import offline
 from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
+from megatrain.paths import read_json
 from megatrain.units import counted, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -40,7 +51,7 @@ MAX_SHARD_BYTES = 50 * 10**9
 
 def find_checkpoint(given: Path) -> Path:
     """The checkpoint `given`, or the newest complete one of the run `given`. UserError if there is none."""
-    if (given / MANIFEST_FILE).is_file():
+    if os.path.lexists(given / MANIFEST_FILE):
         return given
     newest = latest_complete(given / "checkpoints") if (given / "checkpoints").is_dir() else None
     if newest is None:
@@ -85,7 +96,7 @@ def export(
         refuse_if_no_room(out, structure.param_count * 4 + SLACK_BYTES)
         plain = build_meta_model(config, compute_dtype=target, trust_remote_code=trust_remote_code)
         keep_fp32 = fp32_parameter_names(plain, target)
-        rest = [name for name in manifest.files if _goes_along(name, source)]
+        rest = [name for name in manifest.files if _goes_along(name, source, trust_remote_code)]
         rounded = "" if target == torch.float32 else ", rounded (--dtype fp32 keeps what was trained)"
         say(f"{source}: step {opened.step}, to {out} as {str(target).removeprefix('torch.')}{rounded}")
 
@@ -95,7 +106,7 @@ def export(
                 yield unit, {name: _rounded(m, target, name in keep_fp32) for name, m in masters.items()} | buffers
 
         with FolderWriter(out) as folder:
-            saved = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            saved = read_json(source, "config.json", constants=True)
             folder.write_json("config.json", with_dtype(saved, str(target).removeprefix("torch.")))
             for name in rest:
                 folder.copy_file(SOURCE_CARD if name == CARD else name, source / name)
@@ -130,9 +141,15 @@ def verify_export(
     """
     where, target = str(folder), plain.dtype
     try:
-        made: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=target, output_loading_info=True, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        with offline():
+            made: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=target,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+            )
     except (OSError, ValueError) as error:
         raise UserError(f"transformers cannot load it: {error}", where) from error
     loaded, info = made
@@ -189,11 +206,14 @@ def verify(given: str | Path, *, say: Say = logger.info) -> int:
     return total_bytes
 
 
-def _goes_along(name: str, source: Path) -> bool:
-    """Whether a file is copied: all are but weights, state, and what is written anew."""
+def _goes_along(name: str, source: Path, trust_remote_code: bool) -> bool:
+    """Whether a file is copied: all are but weights, state, untrusted code, and what is written anew."""
+    if name in ADAPTER_FILES:
+        warn_left_out(str(source / name), "transformers would load the adapter on top of the trained weights")
     own = {"config.json", STATE_FILE, MANIFEST_FILE, MARKER_FILE, SOURCE_CARD}
-    is_weights = name.endswith((".safetensors", ".index.json"))
-    return not is_weights and name not in own and not name.startswith(STATE_FOLDER + "/")
+    is_weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) or name in ADAPTER_FILES
+    is_code = name.endswith(".py") and not trust_remote_code
+    return not is_weights and not is_code and name not in own and not name.startswith(STATE_FOLDER + "/")
 
 
 def _target_dtype(asked: str | None, source_dtype: str | None) -> torch.dtype:

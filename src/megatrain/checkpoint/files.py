@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import psutil
 import torch
@@ -50,7 +50,8 @@ from megatrain.checkpoint.format import (
     tensor_bytes,
     tensor_crc32,
 )
-from megatrain.errors import UserError
+from megatrain.errors import UserError, WriteFailed
+from megatrain.paths import open_regular, parse_json, read_limited, refuse_names, regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ CRC_THREADS = 4
 """zlib's CRC-32 runs at 1 to 3 GB/s, a tensor at a time: several tensors at once keep up with a fast disk."""
 FLUSH_BYTES = 128 << 20
 """A file is synced after this many bytes, and again and again, while the rest is written: the disk does not wait for its end."""
+MARKER_BYTES = 4096
+"""Largest marker file."""
 UNSYNCED = 3
 """Flushes and files that may wait for the disk while the next ones are written; bounds the dirty pages in the page cache."""
 
@@ -65,7 +68,7 @@ UNSYNCED = 3
 class FilesWriter:
     """Writes files into a folder that another writer has made; see [Note: several writers].
 
-    A context manager. Every method raises UserError, naming the file, if the system refuses a write.
+    A context manager. Every method raises WriteFailed, naming the file, if the system refuses a write.
 
     Args:
         temp: The folder's current path.
@@ -151,8 +154,9 @@ class FilesWriter:
         self.write_bytes(name, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
     def copy_file(self, name: str, source: Path) -> None:
+        """Copy a regular file, see `paths.regular_file`."""
         crc = 0
-        with self._file(name) as file, source.open("rb") as stream:
+        with self._file(name) as file, _opened(source) as stream:
             while piece := stream.read(PIECE_BYTES):
                 crc = zlib.crc32(piece, crc)
                 file.append(memoryview(piece))
@@ -167,11 +171,11 @@ class FilesWriter:
         self._wait_for_syncs(0)
         new = {name: record for name, record in self.records.items() if name not in self._settled}
         with _writing(self.target):
-            for folder in sorted({(self.temp / name).parent for name in new} | {self.temp}):
+            for folder in sorted({self.temp / parent for name in new for parent in Path(name).parents} | {self.temp}):
                 _sync_folder(folder)
         started = time.perf_counter()
         for problem in damages(self.temp, new, lambda: self.on_bytes(0)):
-            raise UserError(
+            raise WriteFailed(
                 f"was not read back as it was written: {problem.what}",
                 problem.where,
                 "do not trust the disk or its controller; the state in memory and older checkpoints are untouched",
@@ -183,10 +187,11 @@ class FilesWriter:
     def _file(self, name: str) -> Iterator[_OpenFile]:
         """A new file. At the end of the block the sync thread gets it, and closes it after its flushes."""
         self._wait_for_syncs(UNSYNCED)
+        refuse_names([name], self.target)
         path = self.temp / name
         with _writing(self.target / name):
-            if path.parent != self.temp:  # `temp` itself is not made again if it was removed
-                path.parent.mkdir(exist_ok=True)
+            for folder in reversed(path.relative_to(self.temp).parents[:-1]):  # not `temp`, if it was removed
+                (self.temp / folder).mkdir(exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             yield _OpenFile(self, name, fd)
@@ -305,12 +310,23 @@ class _OpenFile:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write `path` into a UserError."""
+    """Turn the system's refusal to write `path` into a WriteFailed."""
     try:
         yield
     except OSError as error:
         remedy = "free space or change the folder; the state in memory and older checkpoints are untouched"
-        raise UserError(f"cannot be written: {error.strerror or error}", str(path), remedy) from error
+        raise WriteFailed(f"cannot be written: {error.strerror or error}", str(path), remedy) from error
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[BinaryIO]:
+    """A file to copy; UserError if it cannot be opened."""
+    try:
+        stream = os.fdopen(open_regular(source), "rb")
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", str(source), "check its permissions") from error
+    with stream:
+        yield stream
 
 
 def _sync_and_close(fd: int) -> None:
@@ -332,7 +348,7 @@ def _sync_folder(folder: Path) -> None:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a writer died after it had given the folder its name, or while it removed it."""
-    return (folder / MARKER_FILE).is_file() and not (folder / MANIFEST_FILE).exists()
+    return not folder.is_symlink() and (folder / MARKER_FILE).is_file() and not os.path.lexists(folder / MANIFEST_FILE)
 
 
 def refuse_if_taken(folder: Path) -> None:
@@ -349,12 +365,26 @@ def remove_leftovers(parent: Path, target: Path | None = None) -> None:
         target: What this process is about to write, if anything.
     """
     for folder in parent.iterdir():
-        if re.search(r"\.tmp-\d+$", folder.name) and folder.is_dir() and _is_dead(folder, target):
+        if is_leftover(folder, target):
             logger.warning("removing %s, left by a writer that died", folder)
             try:
                 _remove_unfinished(folder)
             except OSError as error:  # a writer of another host still adds files; the marker stays for the next time
                 logger.warning("could not remove all of %s: %s", folder, error)
+
+
+def is_leftover(folder: Path, target: Path | None = None) -> bool:
+    """Whether a folder is a temporary one whose writer is gone; `target` as for `remove_leftovers`."""
+    is_temporary = re.search(r"\.tmp-\d+$", folder.name) is not None
+    return is_temporary and folder.is_dir() and not folder.is_symlink() and _is_dead(folder, target)
+
+
+def leftover_bytes(parent: Path) -> int:
+    """Disk space that `remove_leftovers` will free."""
+    if not parent.is_dir():
+        return 0
+    files = (file for folder in parent.iterdir() if is_leftover(folder) for file in folder.rglob("*"))
+    return sum(file.lstat().st_blocks * 512 for file in files)
 
 
 def remove_folder(folder: Path) -> None:
@@ -368,7 +398,7 @@ def remove_folder(folder: Path) -> None:
 def _remove_unfinished(folder: Path) -> None:
     """Remove a marked folder. The marker goes last: if this process dies, the next writer still knows what the folder is."""
     for entry in folder.iterdir():
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         elif entry.name != MARKER_FILE:
             entry.unlink()
@@ -387,11 +417,15 @@ def _is_dead(folder: Path, target: Path | None) -> bool:
     if own and not any(folder.iterdir()):
         return True  # an earlier process with our id died between making the folder and its marker
     try:
-        writer = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
-        host, pid, started = writer["host"], writer["pid"], writer["started"]
-    except (OSError, ValueError, KeyError, TypeError):
+        marker = regular_file(folder, MARKER_FILE)
+        writer = parse_json(read_limited(marker, MARKER_BYTES), marker)
+    except UserError:
         return False
-    if host != socket.gethostname():
+    fields = {"host": str, "pid": int, "started": (int, float)}
+    if not isinstance(writer, dict) or any(not isinstance(writer.get(key), kind) for key, kind in fields.items()):
+        return False
+    host, pid, started = writer["host"], writer["pid"], writer["started"]
+    if host != socket.gethostname() or not 0 < pid < 1 << 31:
         return False
     try:
         alive = psutil.Process(pid).create_time() == started

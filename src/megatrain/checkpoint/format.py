@@ -1,4 +1,10 @@
-"""Names, bytes and checksums of a checkpoint folder, and their verification. The spec is docs/checkpoint.md."""
+"""Names, bytes and checksums of a checkpoint folder, and their verification. The spec is docs/checkpoint.md.
+
+[Note: what a reader trusts]
+Nothing. A manifest, a state.json and a header of a safetensors file may come from anybody, with right checksums. Each is read up
+to a limit and checked against one schema (the dataclasses below, by pydantic); names are plain relative paths ([Note: names in a
+folder] in paths.py); and the size of a file is compared with its record before it is opened. Whatever is wrong is a UserError.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +18,25 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from megatrain.errors import UserError
+from megatrain.paths import (
+    JSON_BYTES,
+    file_problem,
+    open_regular,
+    parse_json,
+    read_json,
+    read_limited,
+    refuse_names,
+    shown,
+)
 from megatrain.units import SAFETENSORS_DTYPES, torch_dtype
 
 MANIFEST_FILE = "manifest.json"
@@ -33,7 +51,21 @@ WEIGHTS_DTYPE = torch.bfloat16
 """Dtype of the weights that transformers loads. Weights that it keeps in fp32 are saved in fp32."""
 DEFAULT_OPTIMIZER = "AdamW"
 """The optimizer of a checkpoint whose `state.json` names none."""
+STATE_BYTES = 256 << 20
+"""Largest `state.json`, which is read whole; a save whose `extra` is larger is refused."""
+STATE_VALUES = 20_000_000
+"""See `paths.JSON_VALUES`."""
+HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file, as in the safetensors library."""
+MOST_DIMENSIONS = 64
+"""Of a tensor; torch allows no more."""
 
+T = TypeVar("T")
+Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 63)]
+Step = Annotated[int, Strict(), Field(ge=0, lt=10**9)]
+Crc32 = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
+Number = Annotated[int, Strict(), Field(ge=0)] | Annotated[float, Strict(), Field(ge=0)]
+Text = Annotated[str, Strict()]
 
 DTYPES = {name: torch_dtype(name) for name in SAFETENSORS_DTYPES}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -49,18 +81,13 @@ class FileRecord:
         tensors: Checksum of each tensor's data in a safetensors file, so that an error can name the tensor.
     """
 
-    size: int
-    crc32: int
-    tensors: dict[str, int] = field(default_factory=dict)
+    size: Count
+    crc32: Crc32
+    tensors: dict[Text, Crc32] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {"size": self.size, "crc32": self.crc32}
         return record | {"tensors": self.tensors} if self.tensors else record
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> FileRecord:
-        tensors = {str(name): int(crc) for name, crc in record.get("tensors", {}).items()}
-        return cls(int(record["size"]), int(record["crc32"]), tensors)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -98,45 +125,143 @@ def state_key(plane: str, full_name: str) -> str:
 class Manifest:
     """The list of a checkpoint's files. A folder without a valid one is not a checkpoint."""
 
-    step: int
-    files: dict[str, FileRecord]
+    step: Step
+    files: dict[Text, FileRecord]
     """By path relative to the folder."""
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """What `state.json` has of a unit."""
+
+    weights_crc32: dict[Text, Crc32]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """`state.json`. `state` is as `to_json` wrote it."""
+
+    state: dict[Text, Any] = field(default_factory=dict)
+    units: dict[Text, UnitState] = field(default_factory=dict)
+    source_dtype: Text | None = None
+    optimizer: Text = DEFAULT_OPTIMIZER
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The part of `state` that both engines write. The host engine adds `ladder`."""
+
+    step: Step
+    updates: Step
+    seed: Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 64)]
+    extra: dict[Text, Any]
+    loss_scale: dict[Text, Number] | None = None
+    ladder: dict[Text, Number | Annotated[bool, Strict()] | None] | None = None
+
+
+@dataclass(frozen=True)
+class RunExtra:
+    """What is read of the trainer's `extra`; see [Note: what a checkpoint remembers of its run] in run/resume.py."""
+
+    step: Step
+    data: dict[Text, Any] = field(default_factory=dict)
+    schedule: dict[Text, Any] = field(default_factory=dict)
+    settings: dict[Text, Any] = field(default_factory=dict)
+    past_rates_crc32: Crc32 | None = None
+    held_out: Annotated[str, Strict(), Field(pattern="^([0-9a-f]{16})*$")] = ""
+    data_offset: Step = 0
+    rollbacks: Count = 0
+    skipped_steps: Step = 0
+    guard: dict[Text, Step | list[float]] = field(default_factory=dict)
+    alerts: dict[Text, Any] = field(default_factory=dict)
+    plan: dict[Text, Any] = field(default_factory=dict)
+    model: Text | None = None
+    computed_in: Text | None = None
+    date: Text | None = None
+    date: Annotated[str, Strict(), Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in the header of a safetensors file."""
+
+    dtype: Text
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def checked(schema: type[T], value: Any, where: Path) -> T:
+    """A JSON value as `schema`, a dataclass or type above. Unknown keys are ignored.
+
+    Raises:
+        UserError: Lists what does not fit, up to three places.
+    """
+    try:
+        return _adapter(schema).validate_python(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(str(key)[:80] for key in one['loc']) or 'the whole'}: {one['msg']}" for one in found]
+    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+    raise damaged(where, f"not as the format says: {'; '.join(repr(line)[1:-1] for line in lines[:3])}{more}")
 
 
 def read_manifest(folder: Path, *, sizes: bool = True) -> Manifest:
     """Read and verify a checkpoint's manifest; with `sizes`, check that all files exist in their recorded size.
 
     Raises:
-        UserError: No manifest, a damaged one, another format, or a file that is missing or has another size.
+        UserError: No manifest, a damaged one, another format, a name that is no plain path inside the folder, or a file that is
+            missing, no regular file of the folder, or has another size.
     """
     path = folder / MANIFEST_FILE
-    if not path.exists():
-        raise UserError("is not a complete checkpoint: it has no manifest.json", str(folder))
-    with _reading(path):
-        raw = json.loads(path.read_bytes())
+    if not os.path.lexists(path):
+        there = "is not a complete checkpoint: it has no manifest.json" if folder.is_dir() else "no such folder"
+        raise UserError(there, str(folder))
+    raw = read_json(folder, MANIFEST_FILE)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise UserError("is not the manifest of a megatrain checkpoint", str(path))
     crc = raw.pop("crc32", None)
-    if crc != zlib.crc32(canonical(raw)):
+    try:
+        same = crc == zlib.crc32(canonical(raw))
+    except RecursionError:  # JSON may be nested a little deeper where it is read
+        same = False
+    if not same:
         raise damaged(path, "checksum differs")
-    if raw["version"] > FORMAT_VERSION:
+    version = checked(Count, raw.get("version"), path)  # type: ignore[arg-type]
+    if version > FORMAT_VERSION:
         raise UserError(
-            f"has format version {raw['version']}, this megatrain reads up to {FORMAT_VERSION}",
+            f"has format version {version}, this megatrain reads up to {FORMAT_VERSION}",
             str(folder),
             "install a newer megatrain",
         )
-    files = {name: FileRecord.from_json(record) for name, record in raw["files"].items()}
-    for name, record in files.items() if sizes else ():
-        file = folder / name
-        if not file.is_file():
-            raise damaged(file, "the file is missing")
-        if file.stat().st_size != record.size:
-            raise damaged(file, f"has {file.stat().st_size} bytes, {record.size} were written")
-    return Manifest(raw["step"], files)
+    manifest = checked(Manifest, raw, path)
+    refuse_names(manifest.files, path)
+    for name in manifest.files.keys() & {MANIFEST_FILE, MARKER_FILE}:
+        raise damaged(path, f"lists {name}, which is none of the files that it describes")
+    for name, record in manifest.files.items() if sizes else ():
+        if (problem := size_problem(folder, name, record)) is not None:
+            raise damaged(folder / name, problem)
+    return manifest
+
+
+def size_problem(folder: Path, name: str, record: FileRecord) -> str | None:
+    """Why `name` is not a regular file of the recorded size inside the folder; None if it is. Opens nothing."""
+    if (problem := file_problem(folder, name)) is not None:
+        return problem
+    size = (folder / name).stat().st_size
+    return None if size == record.size else f"has {size} bytes, {record.size} were written"
 
 
 class SafetensorsReader:
     """Reads tensors of a safetensors file and verifies each against its record. A context manager; threads may share it.
+
+    Args:
+        path: A regular file of the recorded size, see `size_problem`.
+        record: The file's entry in the manifest.
 
     Raises:
         UserError: The file is unreadable or damaged; names file and tensor.
@@ -145,7 +270,7 @@ class SafetensorsReader:
     def __init__(self, path: Path, record: FileRecord):
         self.path, self._record = path, record
         with _reading(path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         try:
             self._entries, self._data_start = self._read_header()
         except BaseException:
@@ -163,10 +288,10 @@ class SafetensorsReader:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name]["shape"])
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._entries[name]["dtype"]]
+        return DTYPES[self._entries[name].dtype]
 
     def read(self, name: str) -> torch.Tensor:
         """A new tensor."""
@@ -177,7 +302,7 @@ class SafetensorsReader:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Read into the memory of `out`, contiguous and of the tensor's shape and dtype."""
         assert (tuple(out.shape), out.dtype) == (self.shape(name), self.dtype(name)), (name, out.shape, out.dtype)
-        begin, end = self._entries[name]["data_offsets"]
+        begin, end = self._entries[name].data_offsets
         view = tensor_bytes(out)
         assert len(view) == end - begin, (name, len(view), begin, end)
         self._compare(name, self._pread(view, self._data_start + begin))
@@ -186,7 +311,7 @@ class SafetensorsReader:
         """A part of a tensor, as a new one. Reads its pages alone and verifies nothing: see `verify`."""
         kind, shape = self.dtype(name), self.shape(name)
         plain = np.dtype(f"i{kind.itemsize}")
-        begin = self._data_start + self._entries[name]["data_offsets"][0]
+        begin = self._data_start + self._entries[name].data_offsets[0]
         if 0 in shape:
             return torch.empty(shape, dtype=kind)[box]
         with _reading(self.path):
@@ -198,7 +323,7 @@ class SafetensorsReader:
 
     def verify(self, name: str, buffer: mmap.mmap) -> None:
         """Read a tensor through `buffer`, a piece at a time, and compare its checksum."""
-        begin, end = self._entries[name]["data_offsets"]
+        begin, end = self._entries[name].data_offsets
         crc = 0
         view = memoryview(buffer)
         for start in range(begin, end, len(buffer)):
@@ -207,7 +332,7 @@ class SafetensorsReader:
 
     def _compare(self, name: str, crc: int) -> None:
         if crc != self._record.tensors.get(name):
-            raise damaged(self.path, f"tensor {name}: checksum differs")
+            raise damaged(self.path, f"tensor {shown(name)[1:-1]}: checksum differs")
 
     def _pread(self, view: memoryview, offset: int, crc: int = 0) -> int:
         """Fill `view` from the file. Returns its CRC-32, continued from `crc`."""
@@ -223,19 +348,46 @@ class SafetensorsReader:
             crc = zlib.crc32(piece, crc)
         return crc
 
-    def _read_header(self) -> tuple[dict[str, Any], int]:
+    def _read_header(self) -> tuple[dict[str, TensorEntry], int]:
         size = os.fstat(self._fd).st_size
         if size != self._record.size:
             raise damaged(self.path, f"has {size} bytes, {self._record.size} were written")
-        length = bytearray(8)
-        self._pread(memoryview(length), 0)
-        header = bytearray(min(int.from_bytes(length, "little"), size))
-        self._pread(memoryview(header), 8)
-        if zlib.crc32(header, zlib.crc32(length)) != self._record.crc32:
+        start = bytearray(8)
+        self._pread(memoryview(start), 0)
+        length = int.from_bytes(start, "little")
+        if length > min(size - len(start), HEADER_BYTES):
+            raise damaged(self.path, f"a header of {length:,} bytes in a file of {size:,} (at most {HEADER_BYTES:,})")
+        header = bytearray(length)
+        self._pread(memoryview(header), len(start))
+        if zlib.crc32(header, zlib.crc32(start)) != self._record.crc32:
             raise damaged(self.path, "the header's checksum differs")
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        return entries, 8 + len(header)
+        raw = parse_json(bytes(header), self.path)
+        if isinstance(raw, dict):
+            raw.pop("__metadata__", None)
+        entries = checked(dict[str, TensorEntry], raw, self.path)
+        if (problem := layout_problem(entries, size - len(start) - length)) is not None:
+            raise damaged(self.path, problem)
+        if strange := sorted(entries.keys() ^ self._record.tensors.keys()):
+            raise damaged(self.path, f"tensor {shown(strange[0])} is in only one of header and manifest")
+        return entries, len(start) + length
+
+
+def layout_problem(entries: Mapping[str, TensorEntry], data_bytes: int) -> str | None:
+    """Why a header does not describe `data_bytes` of data, each byte once; None if it does."""
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if entry.dtype not in DTYPES:
+            return f"tensor {shown(name)} has the unknown dtype {shown(entry.dtype)}"
+        if len(entry.shape) > MOST_DIMENSIONS:
+            return f"tensor {shown(name)} has {len(entry.shape):,} dimensions"
+        if begin != at:
+            return f"tensor {shown(name)} begins at byte {begin:,} of the data, the one before ends at {at:,}"
+        needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        if end - begin != needed:
+            return f"tensor {shown(name)} has {end - begin:,} bytes, its shape and dtype need {needed:,}"
+        at = end
+    return None if at == data_bytes else f"the tensors need {at:,} bytes, the file has {data_bytes:,}"
 
 
 def canonical(value: Any) -> bytes:
@@ -243,13 +395,31 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def read_verified(path: Path, record: FileRecord) -> bytes:
-    """The content of a small file, verified."""
-    with _reading(path):
-        data = path.read_bytes()
+def read_verified(folder: Path, name: str, record: FileRecord, limit_bytes: int = JSON_BYTES) -> bytes:
+    """The content of a small file, verified.
+
+    Raises:
+        UserError: It is damaged, or larger than the limit.
+    """
+    if (problem := size_problem(folder, name, record)) is not None:
+        raise damaged(folder / name, problem)
+    data = read_limited(folder / name, limit_bytes)
     if (len(data), zlib.crc32(data)) != (record.size, record.crc32):
-        raise damaged(path, "checksum differs")
+        raise damaged(folder / name, "checksum differs")
     return data
+
+
+def verify_file(folder: Path, name: str, record: FileRecord) -> None:
+    """Compare a file with its record, a piece at a time. UserError if it differs."""
+    path = folder / name
+    if (problem := size_problem(folder, name, record)) is not None:
+        raise damaged(path, problem)
+    crc, left = 0, record.size
+    with _reading(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        while left and (piece := file.read(min(left, PIECE_BYTES))):
+            crc, left = zlib.crc32(piece, crc), left - len(piece)
+    if left or crc != record.crc32:
+        raise damaged(path, "checksum differs")
 
 
 def damages(
@@ -263,22 +433,24 @@ def damages(
         between: Called before each tensor, in several threads; what it raises ends the reading.
     """
     with ThreadPoolExecutor(READ_BACK_THREADS, "checkpoint-verify") as pool:
-        for problem in pool.map(lambda item: _damage(folder / item[0], item[1], between), records.items()):
+        for problem in pool.map(lambda item: _damage(folder, item[0], item[1], between), records.items()):
             if problem is not None:
                 yield problem
 
 
-def _damage(path: Path, record: FileRecord, between: Callable[[], None]) -> UserError | None:
+def _damage(folder: Path, name: str, record: FileRecord, between: Callable[[], None]) -> UserError | None:
     try:
-        if not path.name.endswith(".safetensors"):
-            read_verified(path, record)
+        if not name.endswith(".safetensors"):
+            verify_file(folder, name, record)
             return None
+        if (problem := size_problem(folder, name, record)) is not None:
+            raise damaged(folder / name, problem)
         # A mapping, unmapped with its last view: heap buffers used by changing threads would stay with the process.
         piece = mmap.mmap(-1, max(1, min(PIECE_BYTES, record.size)))
-        with SafetensorsReader(path, record) as reader:
-            for name in reader.names:
+        with SafetensorsReader(folder / name, record) as reader:
+            for tensor in reader.names:
                 between()
-                reader.verify(name, piece)
+                reader.verify(tensor, piece)
     except UserError as error:
         return error
     return None
@@ -319,21 +491,34 @@ def to_json(value: Any, where: str = "state") -> Any:
     raise TypeError(f"{where}: {type(value).__name__} cannot be saved in a checkpoint")
 
 
-def from_json(value: Any) -> Any:
-    """The inverse of `to_json`."""
+def from_json(value: Any, where: Path) -> Any:
+    """The inverse of `to_json`. UserError, naming the file `where`, for a value that `to_json` never writes."""
+    try:
+        return _from_json(value)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:  # RecursionError is a RuntimeError
+        raise damaged(where, f"a value cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [_from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"$float": text}:
             return float(text)
         case {"$tuple": items}:
-            return tuple(from_json(item) for item in items)
+            return tuple(_from_json(item) for item in items)
         case {"$bytes": text}:
-            return base64.b64decode(text)
+            return base64.b64decode(text, validate=True)
         case {"$tensor": {"dtype": dtype, "shape": shape, "data": text}}:
-            data = bytearray(base64.b64decode(text))
+            data = bytearray(base64.b64decode(text, validate=True))
             flat = torch.frombuffer(data, dtype=DTYPES[dtype]) if data else torch.empty(0, dtype=DTYPES[dtype])
             return flat.reshape(shape)
-    return {key: from_json(item) for key, item in value.items()}
+    return {key: _from_json(item) for key, item in value.items()}

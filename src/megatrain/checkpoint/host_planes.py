@@ -29,28 +29,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from copy import deepcopy
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from megatrain.checkpoint.async_save import SaveSource
-from megatrain.checkpoint.manager import CheckpointPolicy, SaveOptions
-from megatrain.checkpoint.reader import OpenCheckpoint, RunningLoad
-from megatrain.checkpoint.writer import SavePlan, plan_save, plan_units, write_planned
+from megatrain.checkpoint.writer import SavePlan, UnitsPlan, write_planned
 from megatrain.errors import PlanRefused
 from megatrain.host_memory.arena import PAGE_BYTES, Arena, two_pinned
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.host_memory.store import HostStore, UnitPlanes
-from megatrain.models.conversion import unit_of_names
-from megatrain.models.structure import Structure, Unit
-from megatrain.optim.spec import OptimizerSpec
+from megatrain.models.structure import Unit
 from megatrain.optim.updater import CpuUpdater
 
 logger = logging.getLogger(__name__)
@@ -160,6 +152,7 @@ class HostPlanes(SaveSource):
 
     Args:
         plan: What to write.
+        directory: The folder to make.
         store: The planes.
         updates: Unit name -> its update of the step that is saved, if that may still run.
         buffer_bytes: Most bytes of copies at a time, except for one unit larger than that; fewer if the host's memory is full.
@@ -169,14 +162,15 @@ class HostPlanes(SaveSource):
 
     def __init__(
         self,
-        plan: SavePlan,
+        plan: UnitsPlan,
+        directory: Path,
         store: HostStore,
         updates: Mapping[str, Future[None]],
         buffer_bytes: int,
         reader: HostReader,
         memory: StagingMemory,
     ):
-        super().__init__(plan.directory, plan.total_bytes)
+        super().__init__(directory, plan.total_bytes if isinstance(plan, SavePlan) else 0)
         self._plan, self._store, self._updates, self._buffer_bytes = plan, store, dict(updates), buffer_bytes
         self._reader, self._memory = reader, memory
         self._changed = threading.Condition()
@@ -299,7 +293,7 @@ class HostPlanes(SaveSource):
                 if planes.resident:
                     self._copy_ended(unit, self._copy_of(planes))
                 else:
-                    self._copy_piece(unit, 0, planes.layout.numel)
+                    self._copy_piece(unit, 0, planes.numel)
                     self._copy_ended(unit)
             except BaseException as error:  # noqa: BLE001  the save ends with it
                 self._copy_failed(unit, error)
@@ -322,11 +316,15 @@ class HostPlanes(SaveSource):
 
     def write(self) -> None:
         try:
-            self.read_back_s = write_planned(self._plan, self._units(), self.count)
+            self._write()
         except BaseException as error:
             if self._copy_error is not None:
                 raise self._copy_error from error
             raise
+
+    def _write(self) -> None:
+        assert isinstance(self._plan, SavePlan)
+        self.read_back_s = write_planned(self._plan, self._units(), self.count)
 
     def close(self) -> None:
         with self._changed:
@@ -387,7 +385,7 @@ class HostPlanes(SaveSource):
     def _empty_copy(self, planes: UnitPlanes) -> UnitPlanes:
         """Memory for a copy of the saved planes of a unit."""
         copies = {kind: self._memory.like(plane) for kind, plane in self._saved(planes).items()}
-        return UnitPlanes.of(planes.name, planes.layout, copies)
+        return UnitPlanes.of(planes.name, planes.layout, copies, start=planes.start)
 
     def _saved(self, planes: UnitPlanes) -> dict[str, torch.Tensor]:
         """The planes of a unit that are written, by kind."""
@@ -403,110 +401,6 @@ class HostPlanes(SaveSource):
                 self._room_taken -= self._size_of(self._store.units[name])
             self._states[name] = UnitState.DONE
             self._changed.notify_all()
-
-
-class HostCheckpoints(CheckpointPolicy):
-    """Saves and loads the state of one process.
-
-    Args:
-        structure, store, optim: The model, its planes, and the optimizer whose states are among them.
-        buffers: The model's buffers by full name, on the CPU.
-        mirrors: The same buffers on the device; on a CPU the same tensors.
-        source_folder: The folder that the model came from.
-        trust_remote_code: Whether its Python files are copied into checkpoints.
-        device: The device of resident units and mirrors.
-        updates: Returns unit name -> its latest update, if that may still run.
-    """
-
-    def __init__(
-        self,
-        structure: Structure,
-        store: HostStore,
-        optim: OptimizerSpec,
-        buffers: Mapping[str, torch.Tensor],
-        mirrors: Mapping[str, torch.Tensor],
-        source_folder: Path | None,
-        trust_remote_code: bool,
-        device: torch.device,
-        updates: Callable[[], Mapping[str, Future[None]]],
-    ):
-        self._structure, self._store, self._buffers, self._mirrors = structure, store, buffers, mirrors
-        self._source_folder, self._trust_remote_code = source_folder, trust_remote_code
-        self._device, self._updates, self._optim = device, updates, optim
-        self._twin: Structure | None = None
-        self._owners: dict[str, str] = {}  # full name -> unit, of parameters and persistent buffers
-        self._reader: HostReader | None = None  # made by the first save
-        self._memory = StagingMemory()
-        self.source: HostPlanes | None = None
-        """The latest save's."""
-
-    def open_source(self, directory: Path, state: Mapping[str, Any], options: SaveOptions) -> HostPlanes:
-        twin = self._checkpoint_structure()
-        assert isinstance(twin.model, PreTrainedModel)
-        units = plan_units(self._structure, self._buffers, self._optim, options.weights_only, twin.model)
-        plan = plan_save(directory, self._structure, units, state, self._source_folder, self._trust_remote_code)
-        buffer_bytes = options.buffer_bytes
-        if buffer_bytes is None:  # if nobody trains meanwhile, copying one unit at a time is as fast
-            buffer_bytes = self._default_buffer_bytes() if options.background else 0
-        if self._reader is None:
-            self._reader = HostReader(self._device if self._store.resident_bytes else torch.device("cpu"))
-        self.source = HostPlanes(plan, self._store, self._updates(), buffer_bytes, self._reader, self._memory)
-        return self.source
-
-    def prepare(self, buffer_bytes: int | None) -> None:
-        """Map and touch staging memory for the units that a save will copy first."""
-        room = self._default_buffer_bytes() if buffer_bytes is None else buffer_bytes
-        sizes: list[int] = []
-        for planes in sorted(self._store.units.values(), key=lambda planes: not planes.resident):
-            of_unit = [plane.nbytes for plane in planes.state().values()]
-            if sum(sizes) + sum(of_unit) > room:
-                break
-            sizes += of_unit
-        self._memory.prepare(sizes)
-
-    def _default_buffer_bytes(self) -> int:
-        """The whole state's size, at most half of the free host memory, and at least two of the largest units.
-
-        Staging memory that is ready counts as free.
-        """
-        sizes = [sum(plane.nbytes for plane in planes.state().values()) for planes in self._store.units.values()]
-        free_bytes = available_host_bytes() + self._memory.ready_bytes
-        return max(2 * max(sizes), min(sum(sizes), free_bytes // 2))
-
-    def start_load(self, directory: Path) -> tuple[RunningLoad, dict[str, Any]]:
-        """Start to restore the planes, which nobody may use meanwhile. Returns the load and the engine's saved state.
-
-        Raises:
-            UserError: The checkpoint cannot be used; nothing was changed.
-        """
-        opened = OpenCheckpoint(directory, self._checkpoint_structure(), self._optim)
-        # Resident units first: nothing makes a forward wait for them unit by unit, so the engine waits for all of them.
-        units = sorted(self._structure.units, key=lambda unit: not self._store.units[unit.name].resident)
-        return RunningLoad(opened, units, self._store, self._buffers, self._mirror_buffers), opened.state
-
-    def close(self) -> None:
-        self._memory.free()
-        if self._reader is not None:
-            self._reader.close()
-
-    def _checkpoint_structure(self) -> Structure:
-        """The structure with a copy of the model, on meta: conversions bind tensors to its modules, as a running step does."""
-        if self._twin is None:
-            self._twin = replace(self._structure, model=deepcopy(self._structure.model))
-            self._owners = unit_of_names(self._twin)
-        return self._twin
-
-    def _mirror_buffers(self, unit: Unit) -> None:
-        """Copy a unit's persistent buffers to the device. Returns when they are there."""
-        named = {name for name, owner in self._owners.items() if owner == unit.name} & self._mirrors.keys()
-        stale = [name for name in named if self._mirrors[name] is not self._buffers[name]]
-        # A stream beside the compute stream: kernels queued there read other units' buffers only.
-        stream = torch.cuda.Stream(self._device) if stale and self._device.type == "cuda" else None
-        with torch.cuda.stream(stream):
-            for name in stale:
-                self._mirrors[name].copy_(self._buffers[name])
-        if stream is not None:
-            stream.synchronize()
 
 
 class HostReader:

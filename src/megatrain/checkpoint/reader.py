@@ -12,9 +12,10 @@ missing units raise it, every time: the planes hold a mixture, on which nobody m
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,26 +26,35 @@ from typing import Any
 import torch
 
 from megatrain.checkpoint.format import (
-    DEFAULT_OPTIMIZER,
+    FORMAT_NAME,
     MANIFEST_FILE,
     PIECE_BYTES,
+    STATE_BYTES,
     STATE_FILE,
     STATE_FOLDER,
+    STATE_VALUES,
+    EngineState,
     Manifest,
+    RunExtra,
     SafetensorsReader,
+    SavedState,
+    checked,
     damaged,
     from_json,
     read_manifest,
     read_verified,
     state_key,
     tensor_crc32,
+    verify_file,
 )
 from megatrain.errors import MegatrainError, UserError
 from megatrain.host_memory.store import HostStore, UnitPlanes, join
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit
-from megatrain.models.weights import resolve_ties
+from megatrain.models.weights import find_weight_files, load_weights, resolve_ties, write_masters
 from megatrain.optim.spec import OptimizerSpec
+from megatrain.paths import parse_json, read_json
+from megatrain.units import dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +73,20 @@ class OpenCheckpoint:
         directory: The checkpoint.
         structure: The model; nobody else may use its module tree while units are read.
         optim: The optimizer that continues from it; None if only masters are read.
+        convert_states: Convert states that are stored in another floating-point type than the optimizer's, instead of refusing.
 
     Raises:
         UserError: Not a complete checkpoint, one of another model or optimizer, or damaged.
     """
 
-    def __init__(self, directory: str | Path, structure: Structure, optim: OptimizerSpec | None = None):
-        self.directory = Path(directory)
+    def __init__(
+        self,
+        directory: str | Path,
+        structure: Structure,
+        optim: OptimizerSpec | None = None,
+        convert_states: bool = False,
+    ):
+        self.directory, self._convert_states = Path(directory), convert_states
         self._structure, self._optim = structure, optim
         with self._naming_another(), ExitStack() as stack:
             self._open(stack)
@@ -82,16 +99,17 @@ class OpenCheckpoint:
         # including those that only transformers reads: a damaged tokenizer is a damaged checkpoint
         for name, record in manifest.files.items():
             if not name.endswith(".safetensors"):
-                read_verified(directory / name, record)
+                verify_file(directory, name, record)
         self.step = manifest.step
-        self.state: dict[str, Any] = from_json(saved["state"])
-        self.source_dtype: str | None = saved.get("source_dtype")
+        checked(EngineState, saved.state, directory / STATE_FILE)
+        self.state: dict[str, Any] = from_json(saved.state, directory / STATE_FILE)
+        self.source_dtype = saved.source_dtype
         self._crcs: dict[str, int] = {}
-        for unit in saved["units"].values():
-            self._crcs |= unit["weights_crc32"]
+        for unit in saved.units.values():
+            self._crcs |= unit.weights_crc32
         self._conversion = Conversion(structure)
         if self._optim is not None:
-            _refuse_other_optimizer(directory, saved.get("optimizer", DEFAULT_OPTIMIZER), self._optim)
+            _refuse_other_optimizer(directory, saved.optimizer, self._optim)
         _refuse_other_model(directory, self._crcs.keys(), structure, self._conversion)
         self._pool = stack.enter_context(ThreadPoolExecutor(READ_THREADS, "checkpoint-read"))
         self._weights: dict[str, SafetensorsReader] = {}
@@ -103,6 +121,7 @@ class OpenCheckpoint:
                 kind.update(dict.fromkeys(reader.names, reader))
         self._refuse_other_states()
         self._plan = self._conversion.plan(self._weights)
+        self._refuse_larger_weights()
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -204,9 +223,29 @@ class OpenCheckpoint:
                     if shape != entry.shape:
                         what = f"is a checkpoint of another model: {full} has shape {shape}, not {entry.shape}"
                         raise UserError(what, str(self.directory))
-                    if self._states[key].dtype(key) != dtype:
-                        what = f"holds {key} as {self._states[key].dtype(key)}, the optimizer keeps {dtype}"
-                        raise UserError(what, str(self.directory))
+                    found = self._states[key].dtype(key)
+                    if found != dtype and not (self._convert_states and found.is_floating_point):
+                        raise UserError(
+                            f"holds {key} as {_word(found)}, the optimizer keeps it as {_word(dtype)}",
+                            str(self.directory),
+                            "set optim.moments as it was, or allow it: --allow-changes optim (from Python: "
+                            "load(..., convert_states=True))",
+                        )
+        changed = {name: dtype for name, dtype in states.items() if saved.get(name, dtype) != dtype}
+        for name, dtype in changed.items():
+            kinds = f"{_word(saved[name])} in {self.directory}, {_word(dtype)} from now on"
+            logger.warning("%s of the optimizer: %s%s", name, kinds, " (rounded)" if dtype.itemsize == 2 else "")
+
+    def _refuse_larger_weights(self) -> None:
+        """Refuse a unit with more values than the model's, before memory is allocated for them: conversions keep the number."""
+        own = dict.fromkeys((unit.name for unit in self._structure.units), 0)
+        for name, tensor in self._structure.model.state_dict().items():
+            own[self._conversion.unit_of[name]] += tensor.numel()
+        for unit, keys in self._plan.units.items():
+            found = sum(math.prod(self._weights[key].shape(key)) for key in keys)
+            if found > own[unit]:
+                what = f"is a checkpoint of another model: {unit} has {found:,} values, the model's {own[unit]:,}"
+                raise UserError(what, str(self.directory))
 
     def verify_share(self, share: int, shares: int) -> None:
         """Compare every `shares`-th tensor with its checksum; all shares together read every byte."""
@@ -292,19 +331,88 @@ class RunningLoad:
                     self.futures[unit.name].set_exception(error)
 
 
-def read_state(directory: Path, manifest: Manifest | None = None) -> dict[str, Any]:
+def read_state(directory: Path, manifest: Manifest | None = None) -> SavedState:
     """`state.json` of a complete checkpoint, verified. UserError for a folder of weights only."""
     manifest = manifest or read_manifest(directory)
     if STATE_FILE not in manifest.files:
         raise UserError("holds weights only, no training state", str(directory), "load it as a model folder")
-    return json.loads(read_verified(directory / STATE_FILE, manifest.files[STATE_FILE]))
+    path = directory / STATE_FILE
+    text = read_verified(directory, STATE_FILE, manifest.files[STATE_FILE], STATE_BYTES)
+    return checked(SavedState, parse_json(text, path, most_values=STATE_VALUES), path)
+
+
+def holds_state(folder: Path) -> bool:
+    """Whether a model folder is a checkpoint with training state, complete or not."""
+    if not all(os.path.lexists(folder / name) for name in (MANIFEST_FILE, STATE_FILE)):
+        return False
+    found = read_json(folder, MANIFEST_FILE)
+    return isinstance(found, dict) and found.get("format") == FORMAT_NAME
+
+
+def check_model_folder(folder: Path) -> None:
+    """Check the weight files of a model folder from their headers; where it is a checkpoint, its manifest and all sizes.
+
+    Raises:
+        UserError: As `find_weight_files` and `read_manifest`.
+    """
+    if holds_state(folder):
+        with _without_state_remedy(folder):
+            read_manifest(folder)
+    find_weight_files(folder)
+
+
+def source_dtype_of(folder: Path) -> str | None:
+    """The dtype of the weights that a checkpoint's training started from; None if the folder is none, or does not know."""
+    try:
+        return read_state(folder).source_dtype if holds_state(folder) else None
+    except UserError:
+        return None
+
+
+def load_masters(
+    folder: str | Path,
+    structure: Structure,
+    store: HostStore,
+    buffers: Mapping[str, torch.Tensor],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """`load_weights`, but from a checkpoint the exact fp32 weights: what transformers loads there is their bf16 half.
+
+    Raises:
+        UserError: As `load_weights`; or the checkpoint is damaged, or one of another model.
+    """
+    folder = Path(folder)
+    if not holds_state(folder):
+        load_weights(folder, structure, store, buffers, check)
+        return
+    with _without_state_remedy(folder), OpenCheckpoint(folder, structure) as opened:
+        logger.info("%s: starting from the exact fp32 weights of step %d, without its moments", folder, opened.step)
+        for unit in structure.units:
+            check()
+            masters, saved = opened.masters(unit)
+            write_masters(store.units[unit.name], unit, masters, "start from an older checkpoint", check)
+            for name in saved.keys() & buffers.keys():
+                buffers[name].copy_(saved[name])
+
+
+@contextmanager
+def _without_state_remedy(folder: Path) -> Iterator[None]:
+    """Tell how a checkpoint without its state can still be a model."""
+    try:
+        yield
+    except UserError as error:
+        if "damaged" not in error.what:
+            raise
+        more = f"to start from its bf16 weights alone, remove {MANIFEST_FILE} and {STATE_FILE} from a copy of {folder}"
+        raise UserError(error.what, error.where, f"{error.remedy}; {more}" if error.remedy else more) from error
 
 
 def saved_extra(directory: Path) -> dict[str, Any]:
     """What the trainer stores in a checkpoint; reads nothing else of it. UserError if the trainer did not write it."""
-    extra = from_json(read_state(directory).get("state", {})).get("extra") or {}
-    if "step" not in extra:
+    extra = from_json(read_state(directory).state.get("extra"), directory / STATE_FILE) or {}
+    if not isinstance(extra, dict) or "step" not in extra:
         raise UserError("was not written by `megatrain train`", str(directory), "load it with HostEngine.load")
+    checked(RunExtra, extra, directory / STATE_FILE)
     return extra
 
 
@@ -360,19 +468,31 @@ def is_complete(directory: str | Path) -> bool:
 def _restore(
     planes: UnitPlanes, local: str, full: str, weight: torch.Tensor, states: Mapping[str, SafetensorsReader]
 ) -> None:
-    """Restore master and states of one tensor. States and lo are read straight into the planes."""
+    """Restore master and states of the part of a tensor that the planes hold. Of a whole tensor, states and lo are read straight
+    into the planes."""
+    wanted, own = planes.part(local)
+    if wanted.start == wanted.stop:
+        return
+    shape = planes.layout.by_name[local].shape
+    whole = wanted.stop - wanted.start == math.prod(shape)
+
+    def read_into(key: str, plane: torch.Tensor) -> None:
+        if whole and states[key].dtype(key) == plane.dtype:
+            states[key].read_into(key, plane[own].view(shape))
+        else:  # all of it is verified
+            plane[own].copy_(states[key].read(key).view(-1)[wanted])
+
     lo_key = state_key("lo", full)
     if lo_key not in states:
         planes.write_master(local, weight)  # saved as fp32, it is the master
     elif planes.lo is not None:
-        planes.layout.view(planes.hi, local).copy_(weight)
-        states[lo_key].read_into(lo_key, planes.layout.view(planes.lo, local))
+        planes.hi[own].copy_(weight.reshape(-1)[wanted])
+        read_into(lo_key, planes.lo)
     else:
         lo = states[lo_key].read(lo_key)
-        join(weight.contiguous(), lo, out=planes.layout.view(planes.hi, local))
+        join(weight.reshape(-1)[wanted], lo.view(-1)[wanted], out=planes.hi[own])
     for name, flat in planes.states.items():
-        key = state_key(name, full)
-        states[key].read_into(key, planes.layout.view(flat, local))
+        read_into(state_key(name, full), flat)
 
 
 def _refuse_other_model(directory: Path, saved: Set[str], structure: Structure, conversion: Conversion) -> None:
@@ -382,6 +502,11 @@ def _refuse_other_model(directory: Path, saved: Set[str], structure: Structure, 
         parts = [f"it lacks {', '.join(missing[:3])}"] if missing else []
         parts += [f"it has {', '.join(extra[:3])}"] if extra else []
         raise UserError(f"is a checkpoint of another model: {'; '.join(parts)}", str(directory))
+
+
+def _word(dtype: torch.dtype) -> str:
+    """`bf16`, `fp16`, `fp32`; torch's name for what only a checkpoint of somebody else holds."""
+    return dtype_name(dtype) if dtype in (torch.bfloat16, torch.float16, torch.float32) else str(dtype)
 
 
 def _refuse_other_optimizer(directory: Path, saved: str, optim: OptimizerSpec) -> None:

@@ -5,16 +5,18 @@ saved one by one), or hi and lo if the store keeps whole fp32 masters.
 
 A save has two halves. `plan_save` runs between two steps, when the model may be read: it decides everything and refuses what
 cannot work. `write_planned` only moves bytes, from any source of the units' planes, and may run in a thread: it never reads
-the live model, whose modules a running step binds and unbinds. Writers that share a checkpoint (engine/mesh/saving.py) call
+the live model, whose modules a running step binds and unbinds. Writers that share a checkpoint (shared_write.py) call
 its parts `write_begin`, `write_unit` and `write_end`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +30,32 @@ from megatrain.checkpoint.format import (
     DEFAULT_OPTIMIZER,
     FORMAT_NAME,
     FORMAT_VERSION,
+    STATE_BYTES,
     STATE_FILE,
     STATE_FOLDER,
+    STATE_VALUES,
     WEIGHTS_DTYPE,
     state_key,
     to_json,
 )
-from megatrain.errors import UserError
+from megatrain.checkpoint.reader import source_dtype_of
+from megatrain.errors import UserError, WriteFailed
 from megatrain.host_memory.store import UnitPlanes
 from megatrain.models.build import fp32_parameter_names
 from megatrain.models.conversion import to_checkpoint, unit_of_names
+from megatrain.models.folder import TEMPLATE_FOLDER
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import INDEX_FILE, OTHER_FORMATS, split
 from megatrain.optim.spec import OptimizerSpec
-from megatrain.units import gib
+from megatrain.paths import JSON_BYTES, JSON_VALUES, file_problem, json_values, name_problem, read_json
+from megatrain.units import MIB, gibs
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (*OTHER_FORMATS, ".safetensors", ".onnx", ".ckpt", ".npz", ".tar", ".zip")
 OWN_FILES = frozenset({"manifest.json", "state.json", "config.json", "latest"})
-TEMPLATE_FOLDER = "additional_chat_templates"
+ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"})
+"""Where peft is installed, transformers loads an adapter that it finds beside a model, on top of the trained weights."""
 SLACK_BYTES = 16 << 20
 """Upper bound of headers, JSON files and the file system's own blocks."""
 
@@ -103,6 +113,7 @@ class SavePlan(UnitsPlan):
         config: Content of config.json.
         generation: Content of generation_config.json; None if it is a side file or there is none.
         side_files: (name, file) of everything else that is copied.
+        own_files: Content of files by name that come from the run instead of the source folder.
         state: The engine's state as JSON; None for a folder of weights only.
         step: For the manifest.
         source_dtype: Dtype of the source's weights, for `export`.
@@ -113,6 +124,7 @@ class SavePlan(UnitsPlan):
     config: dict[str, Any]
     generation: bytes | None
     side_files: list[tuple[str, Path]]
+    own_files: dict[str, bytes]
     state: Any
     step: int
     source_dtype: str | None
@@ -158,6 +170,7 @@ def plan_save(
     state: Mapping[str, Any],
     source_folder: Path | None,
     trust_remote_code: bool = False,
+    shipped: Mapping[str, bytes | None] | None = None,
 ) -> SavePlan:
     """Decide what a save writes, and refuse what cannot work. Nothing is written.
 
@@ -168,15 +181,20 @@ def plan_save(
         source_folder: The folder the model came from; its tokenizer, template and other files are copied. None for a model in
             memory.
         trust_remote_code: Whether the source folder's Python files are copied.
+        shipped: Content of files by name that replaces the source folder's; None leaves a file out.
 
     Raises:
-        UserError: The folder exists, the disk has no room, or the source folder cannot be read.
+        UserError: The folder exists, the source folder cannot be read, or `state` is too large.
+        WriteFailed: The disk has no room.
     """
     refuse_if_taken(directory)
-    side_files = list(_side_files(source_folder, trust_remote_code)) if source_folder else []
+    shipped = shipped or {}
+    found = _side_files(source_folder, trust_remote_code) if source_folder else ()
+    side_files = [(name, file) for name, file in found if name not in shipped]
+    own_files = {name: content for name, content in shipped.items() if content is not None}
     config, source_dtype = _config_json(structure, source_folder)
     generation = getattr(structure.model, "generation_config", None)
-    if "generation_config.json" in dict(side_files):
+    if "generation_config.json" in {*dict(side_files), *own_files}:
         generation = None
     element_bytes = units.optim.bytes_per_parameter
     if units.weights_only:
@@ -184,17 +202,35 @@ def plan_save(
     total_bytes = element_bytes * sum(unit.layout.numel for unit in structure.units) + SLACK_BYTES
     total_bytes += sum(file.stat().st_size for _, file in side_files)
     refuse_if_no_room(directory, total_bytes)
+    saved = None if units.weights_only else to_json(dict(state))
+    _refuse_large_state(directory, saved)
     return SavePlan(
         **vars(units),
         directory=directory,
         config=config,
         generation=None if generation is None else generation.to_json_string(use_diff=True).encode(),
         side_files=side_files,
-        state=None if units.weights_only else to_json(dict(state)),
+        own_files=own_files,
+        state=saved,
         step=int(state.get("step", 0)),
         source_dtype=source_dtype,
         total_bytes=total_bytes,
     )
+
+
+def _refuse_large_state(directory: Path, state: Any) -> None:
+    text = json.dumps(state, indent=1, ensure_ascii=False).encode()
+    most_bytes, most_values = (
+        STATE_BYTES - JSON_BYTES,
+        STATE_VALUES - JSON_VALUES,
+    )  # leaves room for the checksums beside it
+    if len(text) > most_bytes or json_values(text) > most_values:
+        size, most = gibs(len(text), most_bytes)
+        what = (
+            f"the engine's state and `extra` are {size} of JSON with {json_values(text):,} values; at most "
+            f"{most} and {most_values:,} are read back"
+        )
+        raise UserError(what, str(directory), "keep large tensors in files of your own")
 
 
 def write_planned(
@@ -221,6 +257,8 @@ def write_begin(folder: FolderWriter, plan: SavePlan) -> None:
     folder.write_json("config.json", plan.config)
     for name, file in plan.side_files:
         folder.copy_file(name, file)
+    for name, content in plan.own_files.items():
+        folder.write_bytes(name, content)
     if plan.generation is not None:
         folder.write_bytes("generation_config.json", plan.generation)
 
@@ -256,15 +294,16 @@ def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFi
 
 
 def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
-    """Raise UserError unless the disk of `directory`, which need not exist, has room."""
+    """Raise WriteFailed unless the disk of `directory`, which need not exist, has room."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
-        raise UserError(
-            f"no room for a checkpoint: it needs {gib(needed_bytes, 2)} ({needed_bytes:,} bytes), "
-            f"{gib(free_bytes, 2)} ({free_bytes:,} bytes) are free",
+        needed, free = gibs(needed_bytes, free_bytes, digits=2)
+        raise WriteFailed(
+            f"no room for a checkpoint: it needs {needed} ({needed_bytes:,} bytes), "
+            f"{free} ({free_bytes:,} bytes) are free",
             str(directory),
             "free space, or choose another disk",
         )
@@ -305,20 +344,49 @@ def write_index(folder: FolderWriter, weight_map: Mapping[str, str], total_bytes
 
 
 def _side_files(source: Path, trust_remote_code: bool) -> Iterator[tuple[str, Path]]:
-    """(name, file) of everything in a model folder except weights, their index, hidden files and untrusted code."""
+    """(name, file) of everything in a model folder except weights, their index, hidden files and untrusted code.
+
+    Left out with a warning: adapters, names that no reader would accept, and links to places outside of the folder, which may
+    lead to anything that this user can read.
+    """
     candidates = [*source.iterdir(), *(source / TEMPLATE_FOLDER).glob("*")]
+    folded: set[str] = set()
     for file in sorted(candidates):
         name = file.relative_to(source).as_posix()
         is_code = file.suffix == ".py"
         if (
-            file.is_file()
-            and not file.name.startswith(".")
-            and file.suffix not in WEIGHT_SUFFIXES
-            and not file.name.endswith(".index.json")
-            and name not in OWN_FILES
-            and (trust_remote_code or not is_code)
+            file.is_dir()
+            or file.name.startswith(".")
+            or (file.suffix in WEIGHT_SUFFIXES and name not in ADAPTER_FILES)
+            or file.name.endswith(".index.json")
+            or name in OWN_FILES
+            or (is_code and not trust_remote_code)
         ):
+            continue
+        why = "transformers would load the adapter on top of the trained weights" if name in ADAPTER_FILES else None
+        why = why or name_problem(name) or file_problem(source, name)
+        if why is None and name.casefold() in folded:
+            why = "another file has the same name on systems that ignore case"
+        if why is not None:
+            warn_left_out(str(file), why)
+        else:
+            folded.add(name.casefold())
             yield name, file
+
+
+def checkpoint_size(source: Path, trust_remote_code: bool, parameters: int, optim: OptimizerSpec) -> int:
+    """Bytes of a checkpoint of a model that comes from the folder `source`: an estimate, rather too large.
+
+    Headers, manifest and index take less than 1 MiB for a few hundred tensors, and less than a thousandth of large models.
+    """
+    state = optim.bytes_per_parameter * parameters
+    return state + state // 1000 + MIB + sum(file.stat().st_size for _, file in _side_files(source, trust_remote_code))
+
+
+@lru_cache(maxsize=1000)
+def warn_left_out(file: str, why: str) -> None:
+    """Warn, once in a process, that checkpoints do not get a file of their source folder."""
+    logger.warning("%r is not copied into checkpoints: %s", file, why)
 
 
 def _config_json(structure: Structure, source: Path | None) -> tuple[dict[str, Any], str | None]:
@@ -327,13 +395,15 @@ def _config_json(structure: Structure, source: Path | None) -> tuple[dict[str, A
     assert isinstance(model, PreTrainedModel), type(model)
     config: dict[str, Any] = {}
     if source is not None:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = read_json(source, "config.json", constants=True)
     if config.get("model_type") != model.config.model_type:
         # a model in memory, or the language model of a larger one
         config = json.loads(model.config.to_json_string(use_diff=True))
         config.pop("use_cache", None)  # switched off for training
     config.setdefault("architectures", [type(model).__name__])
-    source_dtype = config.get("dtype", config.get("torch_dtype"))
+    # A checkpoint's own config says bf16, whatever its training started from.
+    started_from = source_dtype_of(source) if source is not None else None
+    source_dtype = started_from or config.get("dtype", config.get("torch_dtype"))
     return with_dtype(config, str(WEIGHTS_DTYPE).removeprefix("torch.")), source_dtype
 
 

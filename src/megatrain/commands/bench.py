@@ -30,7 +30,7 @@ from megatrain.machine.machine import Machine
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import Plan
 from megatrain.planner.timeline import recomputed_flops
-from megatrain.units import abbreviated, gib
+from megatrain.units import abbreviated, gibs
 
 LEAST_WARMUP = 2
 """The first AdamW update touches its moments for the first time (and may compile), which shows in the second step."""
@@ -123,9 +123,9 @@ def _measure_steps(report: Report, work: Work, folder: Path, followed: Execution
     report.seconds = medians
     report.device_peak = memory["device_peak"]
     report.tokens_per_second = report.rows * report.tokens / medians["step"]
+    device, host = gibs(report.device_peak, report.host_peak)
     say(
-        f"median {medians['step']:.3f} s a step, {report.tokens_per_second:,.0f} tokens/s, "
-        f"peak HBM {gib(report.device_peak)}, RSS {gib(report.host_peak)}"
+        f"median {medians['step']:.3f} s a step, {report.tokens_per_second:,.0f} tokens/s, peak HBM {device}, RSS {host}"
     )
 
 
@@ -185,12 +185,9 @@ def report_text(report: Report) -> str:
             lines.append(f"  {name} {bound:.3f} s: the step reaches {bound / step:.3f} of it")
     if report.plan is not None:
         lines.append("  plan and measurement:")
-        for name, key, text in (
-            ("step", "step", lambda s: f"{s:.3f} s"),
-            ("device memory", "device_bytes", gib),
-            ("host memory", "host_bytes", gib),
-        ):
+        for name, key in (("step", "step"), ("device memory", "device_bytes"), ("host memory", "host_bytes")):
             pair = report.plan[key]
-            planned, measured = text(pair["planned"]), text(pair["measured"])
+            both = pair["planned"], pair["measured"]
+            planned, measured = gibs(*both) if key != "step" else (f"{seconds:.3f} s" for seconds in both)
             lines.append(f"    {name:14} planned {planned:>11}, measured {measured:>11} ({pair['ratio'] - 1:+.1%})")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """`megatrain data`: show the data of a run as tokens, before anything is trained.
 
 Lengths are counted first, so they are shown even if the rows cannot be made (`overflow: error`). The preview shows tokens as the
-model sees them, special tokens included: trained tokens in green on a terminal, in brackets elsewhere.
+model sees them, special tokens included: trained tokens in green on a terminal, in brackets elsewhere. Control characters of a
+sample are shown as codes, and all its lines are indented, so none looks like a line of the command.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatrain.data.rows import StepLoader
 from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.preflight import preflight_data, preflight_model
+from megatrain.text import visible
 from megatrain.units import counted
 
 if TYPE_CHECKING:
@@ -63,12 +65,16 @@ def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) ->
         assert files is not None, "the model could not be opened without a problem"
         limits = {"vocab_size": files.vocab_size, "model_max_length": files.positions}
         opened = open_data(run.data, files.tokenizer, **limits, log=log.info)
-        if not any(part.store.meta["rejects"]["counts"] for part in (*opened.train, *opened.val)):
-            log.info("no sample was rejected")
+        seen = set()
+        for part in (*opened.train, *opened.val):
+            if part.store.folder not in seen:
+                _show_report(part, log)
+            seen.add(part.store.folder)
         for part in opened.train:
             _show_lengths(part, run.data.max_tokens, log)
         preview = _Preview(files.tokenizer, log, most_tokens, run.run.seed)
-        log.info("\nrows")
+        log.info("")
+        log.info("rows")
         try:
             train, val = pack_data(run.data, opened, run.run.seed, log.info)
         except UserError:
@@ -81,7 +87,8 @@ def inspect_data(run: RunConfig, *, samples: int = 3, most_tokens: int = 400) ->
         for number, group in enumerate(train.groups):
             preview.of_rows(group, samples, number)
         if val is not None and run.data.val is not None and run.data.val.sources is not None:
-            log.info("\nheld-out samples")
+            log.info("")
+            log.info("held-out samples")
             for number, group in enumerate(val.groups):
                 preview.of_rows(group, 1, number)
 
@@ -145,16 +152,40 @@ def _pieces(tokenizer: Any, ids: np.ndarray, trained: np.ndarray) -> Iterator[Pi
 
 
 def marked(pieces: Sequence[Piece], *, colours: bool, marks: tuple[str, str]) -> Text:
-    """Pieces for a console: coloured, or with marks around trained ones."""
-    text = Text()
+    """Pieces for a console: coloured, or with marks around trained ones. All lines are indented."""
+    text = Text("  ")
     for piece in pieces:
         if piece.left_out:
-            text.append(f"\n... {counted(piece.left_out, 'token')} left out ...\n", style="italic")
-        elif colours:
-            text.append(piece.text, style=TRAINED if piece.trained else MASKED)
+            text.append(f"\n  ... {counted(piece.left_out, 'token')} left out ...\n  ", style="italic")
+            continue
+        shown = visible(piece.text).replace("\n", "\n  ")  # a sample must not look like a line of ours
+        if colours:
+            text.append(shown, style=TRAINED if piece.trained else MASKED)
         else:
-            text.append(f"{marks[0]}{piece.text}{marks[1]}" if piece.trained else piece.text)
+            text.append(f"{marks[0]}{shown}{marks[1]}" if piece.trained else shown)
     return text
+
+
+def _show_report(part: Part, log: RunLogger) -> None:
+    """What was read of a source, and what was not."""
+    meta = part.store.meta
+    rejects, not_read = meta["rejects"], meta["not_read"]
+    counts = sorted(rejects["counts"].items(), key=lambda item: -item[1])
+    rows = {
+        "read": meta["readings"],
+        "columns not read": [", ".join(not_read["columns"])] if not_read["columns"] else [],
+        "keys and keywords that the template does not read": [", ".join((*not_read["keys"], *not_read["keywords"]))]
+        if not_read["keys"] or not_read["keywords"]
+        else [],
+        "rejected": [f"{count:,} of {rejects['seen']:,}: {reason}" for reason, count in counts],
+        "left out by the template": [f"{count:,} x {what}" for what, count in meta["left_out"].items()],
+        "special tokens in text": [f"{count:,} x {token}" for token, count in meta["special"].items()],
+    }
+    log.info("")
+    log.info(part.source.path)
+    for name, lines in rows.items():
+        if lines or name not in ("keys and keywords that the template does not read",):
+            log.info(f"  {name}: {'; '.join(lines) or 'none'}")
 
 
 def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
@@ -162,7 +193,8 @@ def _show_lengths(part: Part, max_tokens: int, log: RunLogger) -> None:
     if not len(lengths):
         return
     stream = part.store.kind == "stream"
-    log.info(f"\n{part.source.path}: lengths of {len(lengths):,} {'documents' if stream else 'samples'} [tokens]")
+    log.info("")
+    log.info(f"{part.source.path}: lengths of {len(lengths):,} {'documents' if stream else 'samples'} [tokens]")
     bins = histogram(lengths, max_tokens)
     most = max(one.count for one in bins)
     bar = log.printable("█", "#")
@@ -217,6 +249,7 @@ class _Preview:
         ids, trained = store.run(sample, offset, length)
         log, marks = self._log, self._marks
         kinds = "in green" if log.colours else f"in {marks[0]}{marks[1]}"
-        log.info(f"\n--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained, {kinds}")
+        log.info("")
+        log.info(f"--- {store.place(sample)}: {counted(len(ids), 'token')}, {int(trained.sum()):,} trained, {kinds}")
         pieces = pieces_of(self._tokenizer, ids, trained, self._most_tokens)
         log.show(marked(pieces, colours=log.colours, marks=marks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from megatrain.checkpoint.export import find_checkpoint
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.preflight import load_tokenizer
+from megatrain.text import one_line
 
 
 def generate(
@@ -61,17 +63,21 @@ def generate(
                 set_seed(seed)
                 drawn = {"do_sample": True, "temperature": temperature}
             with torch.no_grad():
-                written = model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=tokens,
-                    pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-                    **drawn,
-                )
+                pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+                drawn |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "pad_token_id": pad_id}
+                try:
+                    written = model.generate(input_ids=ids, **drawn)
+                except (ValueError, TypeError) as error:
+                    what = f"cannot generate: {(str(error).splitlines() or [type(error).__name__])[0]}"
+                    raise UserError(what, str(folder), "check its generation_config.json") from error
             new = written[0, ids.shape[1] :]
             text = str(tokenizer.decode(new, skip_special_tokens=True))
             cut = "" if len(new) < tokens else f" (stopped after --tokens {tokens})"
-            log.info(f"\n--- {prompt}\n{text}{cut}")
+            log.info("")
+            log.info(f"--- {one_line(prompt)}")
+            log.show(
+                f"{text}{cut}"
+            )  # with the model's line breaks; control characters that it writes are shown as codes
             answers.append(text)
     return answers
 
@@ -81,14 +87,25 @@ def _load(folder: Path, device: Any, trust_remote_code: bool) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from megatrain.checkpoint.reader import check_model_folder
+    from megatrain.models.folder import offline
+
+    if os.path.lexists(folder / "adapter_config.json"):
+        what = "holds adapter_config.json: transformers would load an adapter on top of the weights, where peft is installed"
+        raise UserError(what, str(folder), "merge the adapter into the weights, or move the file away")
+    check_model_folder(folder)  # refuses pickles, and names in an index that lead out of the folder
     dtype = torch.bfloat16 if device.type == "cuda" else "auto"
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+        with offline():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **options)
+        return model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise UserError("the whole model does not fit on the GPU", str(folder), "use --device cpu") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot be loaded: {str(error).splitlines()[0]}", str(folder)) from error
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(
+            f"cannot be loaded: {(str(error).splitlines() or [type(error).__name__])[0]}", str(folder)
+        ) from error
 
 
 def _ids(tokenizer: Any, prompt: str, chat: bool) -> Any:

@@ -21,6 +21,7 @@ from megatrain.errors import Problems, UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.run.preflight import preflight_data, preflight_model, refuse_unwritable
 from megatrain.run.prepare import check
+from megatrain.text import one_line, visible
 from megatrain.units import counted
 
 STREAM_TOKENS, LEAST_TOKENS = 2048, 512
@@ -148,12 +149,12 @@ def _has_weights(run: RunConfig) -> bool:
 
 def _text(draft: RunConfig, opened: OpenedData, lengths: Lengths, rows: Rows, out: Path) -> str:
     """The YAML: ten keys, each with its meaning and the reason for its value."""
-    chats, has_weights = len(lengths.samples) > 0, _has_weights(draft)
+    chats, has_weights, name = len(lengths.samples) > 0, _has_weights(draft), one_line(str(out))
     fraction = choose_fraction([part.store.hashes for part in opened.train])
     steps = max(1, math.ceil(rows.tokens * (1 - (fraction or 0.0)) / rows.tokens_per_step))
     lines = [
         "# Config of a megatrain run. `megatrain train --help-all` and docs/config.md describe all keys.",
-        f"# First look at the data: `megatrain data {out}`. Then train: `megatrain train {out}`.",
+        f"# First look at the data: `megatrain data {name}`. Then train: `megatrain train {name}`.",
         "",
         "model:",
         f"  path: {_quoted(draft.model.path)}  # Hugging Face folder, or a hub id in the local cache",
@@ -162,7 +163,7 @@ def _text(draft: RunConfig, opened: OpenedData, lengths: Lengths, rows: Rows, ou
         lines.append("  init: random  # the folder has no weights: train from scratch")
     lines += ["", "data:", "  train:  # files, folders, globs; add weight: 0.5 to use half of a source in each epoch"]
     for part in opened.train:
-        lines += [f"    # {'; '.join(part.store.meta['readings'])}: {counted(len(part.store), 'sample')}"]
+        lines += [f"    # {one_line('; '.join(part.store.meta['readings']))}: {counted(len(part.store), 'sample')}"]
         lines += [f"    - path: {_quoted(part.source.path)}"]
         if part.source.columns:
             named = ", ".join(f"{_quoted(own)}: {_quoted(column)}" for own, column in part.source.columns.items())
@@ -214,7 +215,11 @@ def _why_rows(lengths: Lengths) -> str:
 def _quoted(text: str) -> str:
     """Quote as JSON, which is valid YAML, unless the text is a plain word."""
     plain = all(c.isalnum() or c in "/._-" for c in text) and text[:1].isalpha() | text.startswith(("/", "./"))
-    return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text, ensure_ascii=False)
+    return (
+        text
+        if plain and text.lower() not in ("null", "true", "false")
+        else json.dumps(text, ensure_ascii=visible(text) != text)
+    )
 
 
 def _free_folder(draft: RunConfig) -> str:

@@ -11,25 +11,35 @@ import argparse
 import difflib
 import errno
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatrain.commands.parser import SHAPE_OPTIONS, SHAPE_ROWS, SHAPE_TOKENS, parser
-from megatrain.errors import MegatrainError, UserError
-from megatrain.run.signals import INTERRUPTED
+from megatrain.device.compiler import keep_compiled_code
+from megatrain.errors import MegatrainError, UserError, WriteFailed
+from megatrain.metrics.output import NoReader, checked_output, lasting_output, open_standard_descriptors
+from megatrain.run.signals import INTERRUPTED, ending_by_signals
+from megatrain.text import printable, visible
 
 if TYPE_CHECKING:
     from megatrain.commands.work import Work
+    from megatrain.config.load import Override
     from megatrain.config.schema import RunConfig
 
 FILE_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 )
 """System errors about a file that are never a bug of ours, wherever they occur."""
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Those of a disk that is full or fails."""
 WITHOUT_CONFIG = frozenset(("init", "monitor", "plot", "generate", "export", "verify", "doctor", "bench"))
 """Commands that take no RUN.yaml, and so no config keys."""
 
@@ -37,17 +47,29 @@ WITHOUT_CONFIG = frozenset(("init", "monitor", "plot", "generate", "export", "ve
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        sys.excepthook = _show_bug
+        open_standard_descriptors()
+    with lasting_output("stderr"):  # an error keeps its exit code, whether or not anybody reads the message
+        return _exit_code(words)
+
+
+def _exit_code(words: list[str]) -> int:
     try:
-        return _run(words)
+        with ending_by_signals(), checked_output():
+            return _run(words)
+    except NoReader as error:
+        return error.exit_code
     except MegatrainError as error:
         _say(f"error: {error}", sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.errno not in FILE_ERRORS or error.filename is None:
             raise
-        remedy = "check the path, its permissions and the free space"
-        _say(f"error: {UserError(str(error.strerror), str(error.filename), remedy)}", sys.stderr)
-        return UserError.exit_code
+        kind = WriteFailed if error.errno in DISK_ERRORS else UserError
+        found = kind(str(error.strerror), str(error.filename), "check the path, its permissions and the free space")
+        _say(f"error: {found}", sys.stderr)
+        return found.exit_code
     except KeyboardInterrupt as interrupt:
         _say(str(interrupt) or "interrupted", sys.stderr)
         return INTERRUPTED
@@ -61,8 +83,30 @@ def _run(words: list[str]) -> int:
         return UserError.exit_code
     overrides, rest = split_overrides(words)
     arguments, unknown = parser().parse_known_args(rest)
+    with _verbose(arguments.verbose):
+        _run_command(arguments, unknown, overrides, words)
+    return 0
+
+
+@contextmanager
+def _verbose(wanted: bool) -> Iterator[None]:
+    """With `--verbose` the program's own logger is at DEBUG; see metrics/logger.py."""
+    logger = logging.getLogger("megatrain")
+    level = logger.level
+    if wanted:
+        logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _run_command(
+    arguments: argparse.Namespace, unknown: list[str], overrides: list[Override], words: list[str]
+) -> None:
     # tokenizers warns when a process forks after using threads; data loading controls the threads here
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    keep_compiled_code()
     command = arguments.command
     if unknown:
         raise _unknown_argument(unknown[0], arguments)
@@ -73,19 +117,20 @@ def _run(words: list[str]) -> int:
         _check_trace(arguments, bool(overrides))
     if command in WITHOUT_CONFIG or (command == "trace" and arguments.shape is not None):
         _without_config(arguments)
-        return 0
+        return
     if getattr(arguments, "allow_changes", ()) and arguments.resume is None:
         raise UserError("requires --resume", "--allow-changes", "say where to resume: --resume auto")
-    _with_config(arguments, [f"{override.flag}={override.text}" for override in overrides])
-    return 0
+    _with_config(arguments, [f"{override.flag}={override.text}" for override in overrides], words)
 
 
-def _with_config(arguments: argparse.Namespace, overrides: list[str]) -> None:
+def _with_config(arguments: argparse.Namespace, overrides: list[str], words: list[str]) -> None:
     from megatrain.config.load import load_config
 
     run = load_config(_config_file(arguments.config), overrides)
     match arguments.command:
         case "train":
+            if _on_several_ranks(run, words, run.run.max_restarts):
+                return
             from megatrain.run.loop import train
 
             train(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
@@ -94,12 +139,15 @@ def _with_config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
             check(run, resume=arguments.resume, allow_changes=arguments.allow_changes)
         case "plan":
-            _say(_plan(run, arguments.machine, arguments.world, arguments.json))
+            show = _put_out if arguments.json else _say
+            show(_plan(run, arguments.machine, arguments.world, arguments.json))
         case "trace":
             from megatrain.commands.trace import trace_run
 
             trace_run(run, **_given(arguments, "steps", "warmup", "out", "png", "save"))
         case "eval":
+            if run.engine == "host" and _on_several_ranks(run, words, max_restarts=0):
+                return
             from megatrain.run.evaluate import evaluate_run
 
             evaluate_run(run, checkpoint=arguments.checkpoint or _newest_checkpoint(Path(arguments.config)))
@@ -109,17 +157,35 @@ def _with_config(arguments: argparse.Namespace, overrides: list[str]) -> None:
             inspect_data(run, samples=arguments.samples, most_tokens=arguments.tokens)
 
 
+def _on_several_ranks(run: RunConfig, words: list[str], max_restarts: int) -> bool:
+    """Run this command line in a process for each GPU, if the run uses several; False if it is this process's own work."""
+    from megatrain.run.ranks import processes_of, start_ranks
+
+    if (count := processes_of(run)) == 1:
+        return False
+    if code := start_ranks(words, count, max_restarts):
+        raise SystemExit(code)  # the ranks have said why
+    return True
+
+
 def _plan(run: RunConfig, machine: str | None, world: int | None, as_json: bool) -> str:
     """The plan of a run, or the parallel layouts of `world` GPUs, as text or JSON."""
     from megatrain.machine.machine import read_figures
 
     if machine is not None:
         read_figures(machine)  # report a wrong file before the imports below, which take seconds
+    from megatrain.metrics.logger import RunLogger
+
+    with RunLogger(stderr=True):
+        return _plan_text(run, machine, world, as_json)
+
+
+def _plan_text(run: RunConfig, machine: str | None, world: int | None, as_json: bool) -> str:
     if world is None:
         from megatrain.planner.report import plan_json, plan_text
         from megatrain.planner.run import plan_run
 
-        made = plan_run(run, machine_file=machine)
+        made = plan_run(run, machine_file=machine, compare=True)
         return plan_json(made) if as_json else plan_text(made)
     from megatrain.planner.cluster.plan import cluster_json, cluster_text, plan_cluster_run
 
@@ -168,15 +234,17 @@ def _without_config(arguments: argparse.Namespace) -> None:
         case "doctor":
             from megatrain.machine.doctor import doctor
 
-            _say(doctor(arguments.device, again=arguments.again, form=arguments.form))
+            with RunLogger(stderr=True):
+                found = doctor(arguments.device, again=arguments.again, form=arguments.form)
+            _put_out(found)
         case "bench":
-            out = sys.stderr if arguments.json else sys.stdout
-            work = _work(arguments, lambda text: _say(text, out))
-            from megatrain.commands.bench import bench
+            with RunLogger(stderr=arguments.json) as log:
+                work = _work(arguments, log.info)
+                from megatrain.commands.bench import bench
 
-            report = bench(work, **_given(arguments, "steps", "warmup"), bounds=not arguments.no_bounds)
+                report = bench(work, **_given(arguments, "steps", "warmup"), bounds=not arguments.no_bounds)
             if arguments.json:
-                _say(json.dumps(asdict(report), indent=1))
+                _put_out(json.dumps(asdict(report), indent=1))
         case "trace":
             work = _work(arguments)
             from megatrain.commands.trace import trace_shape
@@ -189,8 +257,19 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _say(text: str, stream: Any = None) -> None:
-    """Print a command's result or error; everything else goes through the run logger."""
-    print(text, file=stream, flush=True)
+    """Print a command's error, or its result in text; everything else goes through the run logger."""
+    print(printable(text), file=stream, flush=True)
+
+
+def _put_out(text: str) -> None:
+    """Print a result that has lines which are not indented: JSON, YAML, a table."""
+    sys.stdout.write(visible(text) + "\n")
+    sys.stdout.flush()
+
+
+def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's own traceback of a bug, without what could steer the terminal."""
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _check_trace(arguments: argparse.Namespace, has_overrides: bool) -> None:
@@ -253,5 +332,5 @@ def _unknown_argument(word: str, arguments: argparse.Namespace) -> UserError:
     near = difflib.get_close_matches(name.replace("_", "-"), options, n=1)
     suggestion = near[0] if near else None if command in WITHOUT_CONFIG else suggest_key(name)
     what = f"unknown argument {word!r}" + (f'; did you mean "--{suggestion}"?' if suggestion else "")
-    see = f"{command} --help" if command in WITHOUT_CONFIG else "train --help-all"
+    see = f"{command} --help" if command in WITHOUT_CONFIG else f"{command} --help-all"
     return UserError(what, remedy=f"see `megatrain {see}`")

@@ -23,6 +23,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord, parse_record
 from megatrain.run.folder import RunFolder
+from megatrain.text import one_line, visible
 from megatrain.units import number_text
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Watcher:
         if not files.config.is_file():
             raise UserError("is not the folder of a run (no config.yaml)", str(folder), "give run.dir of a started run")
         self.path = files.path
+        self.name = one_line(files.path.name)
         self._run: RunConfig = load_config(files.config)
         self._tail = Tail(files.metrics)
         self.now_s = 0.0
@@ -128,7 +130,7 @@ def application(watcher: Watcher, every_s: float) -> App[None]:
 
     class MonitorApp(App[None]):
         BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "quit"), ("r", "poll", "refresh")]
-        TITLE = watcher.path.name
+        TITLE = watcher.name
 
         def compose(self) -> ComposeResult:
             yield VerticalScroll(Static(id="view"))
@@ -148,10 +150,10 @@ def render(run: Watcher, width: int) -> Group:
     """The run as a rich renderable."""
     records = run.records
     if not records:
-        return Group(Text(f"{run.path.name}: no step yet"), *map(Text, run.log))
+        return Group(Text(f"{run.name}: no step yet"), *map(Text, run.log))
     last = records[-1]
     total = f"/{run.total_steps:,}" if run.total_steps else ""
-    head = f"{run.path.name}: step {last.step:,}{total}, epoch {last.epoch:.2f}, {_age(run)}"
+    head = f"{run.name}: step {last.step:,}{total}, epoch {last.epoch:.2f}, {_age(run)}"
     losses = [record.loss for record in records if record.loss is not None]
     return Group(
         Text(head, style="bold"),
@@ -224,6 +226,10 @@ def _last_lines(path: Path, count: int) -> list[str]:
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, path.stat().st_size - 8192))
-            return stream.read().decode("utf-8", errors="replace").splitlines()[-count:]
+            return [
+                visible(line)
+                for line in stream.read().decode("utf-8", errors="replace").split("\n")[-count - 1 :]
+                if line
+            ]
     except FileNotFoundError:
         return []

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from megatrain.config.schema import ChangeName
+from megatrain.text import visible
 from megatrain.units import DTYPE_NAMES, parse_size
 
 _DESCRIPTION = """\
@@ -88,6 +90,9 @@ class _Parser(argparse.ArgumentParser):
             text += _KEYS.format(keys=describe_keys(only=MAIN_KEYS), sections=sections)
         return text
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(visible(message), file)
+
 
 class _HelpAll(argparse.Action):
     """`--help-all [SECTION]`: print all keys, or those of a section, and exit."""
@@ -98,7 +103,7 @@ class _HelpAll(argparse.Action):
         if values is not None and values not in section_names():
             parser.error(f"argument --help-all: {values!r} is not a section; use one of {', '.join(section_names())}")
         head = "" if values else _ALL_KEYS
-        parser._print_message(f"{head}{describe_keys(section=values)}\n")
+        parser._print_message(f"{head}{describe_keys(section=values)}\n", sys.stdout)
         parser.exit()
 
 
@@ -107,7 +112,9 @@ _Commands = argparse._SubParsersAction
 
 def _command(commands: _Commands[_Parser], name: str) -> _Parser:
     what = _SUMMARIES[name]
-    return commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    command.add_argument("--verbose", action="store_true", help="also print details, and the warnings of libraries")
+    return command
 
 
 def _command_with_config(commands: _Commands[_Parser], name: str, nargs: str | None = None) -> _Parser:

@@ -22,10 +22,11 @@ from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.spans import Span, chrome_trace, draw_trace
-from megatrain.run.engine_factory import make_engine
+from megatrain.run.engine_factory import Shapes, make_engine
 from megatrain.run.folder import nearest_existing
 from megatrain.run.prepare import prepare
-from megatrain.units import number_text
+from megatrain.run.saves import refuse_if_disk_too_small
+from megatrain.units import gib, number_text
 
 if TYPE_CHECKING:
     from megatrain.commands.work import Work
@@ -51,10 +52,14 @@ def trace_run(
     beside = nearest_existing(Path(run.run.dir).absolute().parent)  # a disk with room for a checkpoint
     with tempfile.TemporaryDirectory(dir=beside) as scratch, RunLogger() as log:
         elsewhere = run.run.model_copy(update={"dir": str(Path(scratch) / "run")})
-        prepared = prepare(run.model_copy(update={"run": elsewhere}), resume=None, log=log.info)
+        prepared = prepare(run.model_copy(update={"run": elsewhere}), resume=None, log=log.info, saves=False)
+        if save:
+            refuse_if_disk_too_small(prepared.run, prepared.checkpoint_bytes, 1)
+            log.info(f"disk: a checkpoint of {gib(prepared.checkpoint_bytes)} in {beside}, removed afterwards")
         batches = _TimedBatches(prepared.loader.batch)
         checkpoint = Path(scratch) / "checkpoint" if save else None
-        with make_engine(prepared.run, prepared.model_folder) as engine:
+        shapes = Shapes.of(prepared.run.rows_per_step, prepared.loader, None)
+        with make_engine(prepared.run, prepared.model_folder, shapes=shapes) as engine:
             spans = _take_steps(engine, batches, steps, warmup, prepared.learning_rate_at, checkpoint, log.info)
         return _written(spans, f"megatrain: {prepared.model_folder.name}, {run.rows_per_step} rows", out, png, log.info)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import logging
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatrain.engine.batches import BatchShape
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.parity_check import token_wise
 from megatrain.engine.plan import ExecutionPlan
@@ -25,7 +27,7 @@ from megatrain.optim.adamw import AdamW
 from megatrain.planner.model_cost import ModelShape, shape_of_structure
 from megatrain.planner.plan import Caps, Plan, StepSize
 from megatrain.planner.report import plan_text
-from megatrain.planner.run import DEVICE_FRACTION, available_caps, caps_for, plan_step
+from megatrain.planner.run import available_caps, caps_for, plan_step
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class Work:
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     device_gib: float | None = None  # memory limits, to simulate a smaller machine
     host_gib: float | None = None
-    device_fraction: float = DEVICE_FRACTION  # share of the device's memory that the plan may fill
+    device_fraction: float | Literal["auto"] = "auto"  # share of the device's memory that the plan may fill
     machine_file: str | Path | None = None  # figures of the machine instead of a probe
     overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of `ExecutionPlan` that replace the plan's
     say: Say = logger.info
@@ -119,7 +121,8 @@ class Work:
         """The plan that the engine follows: limits and overrides applied."""
         plan = replace(made.execution if made else ExecutionPlan(), **self.overrides)
         device_gib = plan.device_gib or (self.device_gib if self.on_gpu else None)
-        return replace(plan, device_gib=device_gib, host_gib=plan.host_gib or self.host_gib)
+        shape = BatchShape(self.rows, (self.tokens,))
+        return replace(plan, device_gib=device_gib, host_gib=plan.host_gib or self.host_gib, train_shape=shape)
 
     def engine(self, folder: Path, plan: ExecutionPlan, init: Literal["random", "empty"] = "random") -> HostEngine:
         optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if plan.gradient_plane else None)
@@ -162,7 +165,10 @@ def plan_overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if name not in known or not equals:
-            raise UserError(f"{word!r} is not NAME=VALUE of ExecutionPlan", "--option", f"names are {', '.join(known)}")
+            near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+            hint = f'; did you mean "{near[0]}{equals}{text}"?' if near and near[0] != name else ""
+            what = f"{word!r} is not NAME=VALUE of ExecutionPlan{hint}"
+            raise UserError(what, "--option", f"names are {', '.join(known)}")
         try:
             value = json.loads(text)
         except ValueError:

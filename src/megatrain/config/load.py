@@ -31,6 +31,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from megatrain.config import schema
 from megatrain.config.schema import RunConfig
 from megatrain.errors import UserError
+from megatrain.text import visible
 
 Loc = tuple[str | int, ...]  # path of a value: ("data", "train", 0, "path")
 
@@ -56,6 +57,12 @@ _OTHER_NAMES = {
     "run.dir": "output_dir",
 }
 """Names of a key in other trainers and in earlier versions, for suggestions."""
+_NO_KEYS = {
+    "parallel.sequence": "sequence parallel has no key: it is always on with parallel.tensor above 1",
+    "parallel.expert": "expert parallel has no key: tensor ranks share the experts of a layer (parallel.tensor)",
+    "parallel.data": "data parallel has no key: it is parallel.shard (FSDP) and parallel.replicate (HSDP)",
+}
+"""Keys that do not exist and never did, for what other trainers have a switch -> what to do instead."""
 _ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
 
@@ -122,6 +129,9 @@ def dump_config(run: RunConfig) -> str:
     if run.data.val is not None:  # its two forms exclude each other; a null for the other would only confuse
         data["data"]["val"] = run.data.val.model_dump(mode="json", exclude_none=True)
     yaml.dump(data, out)
+    if visible(out.getvalue()) != out.getvalue():  # a name with marks of direction: write it by codes
+        yaml.allow_unicode, out = False, io.StringIO()
+        yaml.dump(data, out)
     return out.getvalue()
 
 
@@ -382,7 +392,10 @@ def _problem(details: ErrorDetails, document: _Document) -> str:
         case "missing":
             return f"{place}: missing; {_expected(loc)}"
         case "extra_forbidden":
-            suggestion = suggest_key(".".join(map(str, loc)))
+            dotted = ".".join(map(str, loc))
+            if dotted in _NO_KEYS:
+                return f"{place}: unknown key; {_NO_KEYS[dotted]}"
+            suggestion = suggest_key(dotted)
             return f"{place}: unknown key" + (f'; did you mean "{suggestion}"?' if suggestion else "")
         case "literal_error":
             near = get_close_matches(str(found), re.findall(r"'([^']*)'", context["expected"]), n=1)

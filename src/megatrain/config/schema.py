@@ -7,6 +7,7 @@ The order of the fields is the order of the help and of the resolved config.
 
 from __future__ import annotations
 
+import datetime
 import re
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -57,6 +58,22 @@ def _pair(value: object) -> object:
 
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
+
+
+def _keywords(value: dict[str, Any]) -> dict[str, Any]:
+    reserved = ("messages", "tools", "add_generation_prompt", "chat_template", "strftime_now")
+    if taken := [name for name in value if name in reserved]:
+        raise ValueError(f"{', '.join(taken)} is set by the data")
+    return value
+
+
+def _date(value: object) -> str:
+    """YAML reads 2026-11-30 as a date."""
+    return (
+        value.isoformat() if isinstance(value, datetime.date) else datetime.date.fromisoformat(str(value)).isoformat()
+    )
+
+
 PositiveInt = Annotated[Int, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
@@ -108,8 +125,12 @@ class SourceConfig(Section):
         "auto", "format of the samples; auto: detected from the columns"
     )
     columns: dict[str, str] = key({}, "map of the format's column names to the file's, where they differ")
+    ignore: tuple[str, ...] = key(
+        (),
+        "columns to leave out on purpose: not named in the log, and not checked for their meaning (label, split, ...)",
+    )
     subset: str | None = key(None, "subset of a hub dataset; null: its default")
-    split: str | None = key(None, "split of a hub dataset; null: train")
+    split: str | None = key(None, "split of a hub dataset or a folder; null: train; all: every file of a folder")
 
 
 def _as_sources(value: object) -> object:
@@ -151,7 +172,7 @@ class DataConfig(Section):
     """The samples, and how they become rows of tokens."""
 
     train: Sources = Field(
-        description="a path, or a list of paths or of {path, weight, format, columns, subset, split}"
+        description="a path, or a list of paths or of {path, weight, format, columns, ignore, subset, split}"
     )
     val: ValConfig | None = key(None, "{fraction: 0.01}, or sources like data.train; null: no validation")
     max_tokens: Annotated[Int, Field(ge=2)] = key(2048, "length of a row [tokens]")
@@ -163,6 +184,21 @@ class DataConfig(Section):
     )
     packing: StrictBool = key(True, "put several samples into one row; they do not attend to each other")
     chat_template: PathText | None = key(None, "jinja template file; null: the tokenizer's chat template")
+    special_tokens: Literal["auto", "text", "control", "reject"] = key(
+        "auto",
+        "special tokens spelt out in the data, such as <|im_end|> in a message: read them as text or as control tokens, or "
+        "reject the sample; auto: text in chats, control in plain text",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_keywords)] = key(
+        {}, "keywords for the chat template, such as {enable_thinking: false}; a record's own come first"
+    )
+    date: Annotated[str, BeforeValidator(_date)] | None = key(
+        None,
+        "date that the chat template reads, YYYY-MM-DD; null: the day on which the run began, also when it is resumed",
+    )
+    left_out: Literal["reject", "warn"] = key(
+        "reject", "a chat of which the template leaves something out: count it as malformed, or warn and train the rest"
+    )
     allow_rejects: Fraction = key(0.01, "share of samples that may be malformed without an error")
     cache_dir: PathText | None = key(None, "folder of the token cache; null: ~/.cache/megatrain/tokens")
 
@@ -193,12 +229,17 @@ class GroupConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW with fp32 master weights and moments."""
+    """AdamW with fp32 master weights."""
 
     learning_rate: PositiveFloat = key(1e-5, "peak learning rate")
     weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay; not applied to norms and biases")
     betas: Betas = key((0.9, 0.999), "decay rates of the first and second moment")
     eps: PositiveFloat = key(1e-8, "term added to the denominator")
+    moments: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "storage of the two moments; bf16: 4 bytes a parameter less and faster updates, with stochastic rounding; the "
+        "arithmetic and the weights stay fp32 (host engine)",
+    )
     max_grad_norm: PositiveFloat | None = key(1.0, "clip the global gradient norm to this value; null: no clipping")
     groups: tuple[GroupConfig, ...] = key((), "list of {pattern, weight_decay, lr_scale}")
 
@@ -250,8 +291,10 @@ class MemoryConfig(Section):
     )
     host_gib: GiB = key("auto", "limit on host memory [GiB]; auto: what is available, within container limits")
     device_gib: GiB = key("auto", "limit on device memory [GiB]; auto: what is free")
-    device_fraction: ShareOrAll = key(
-        0.92, "share of that device memory the plan may fill; the rest is for allocations it cannot predict"
+    device_fraction: Literal["auto"] | ShareOrAll = key(
+        "auto",
+        "share of that device memory the plan may fill; the rest is for allocations it cannot predict. auto: all but "
+        "3.5%, but at least 1.5 GiB, or 8% of a small device",
     )
     host_reserve_gib: NonNegativeFloat = key(
         0.5,
@@ -319,7 +362,7 @@ class ActivationsConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Number formats. Master weights and moments are always fp32."""
+    """Number formats. Master weights are always fp32."""
 
     compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = key(
         "auto", "dtype of forward and backward; auto: bf16 if the device supports it, else fp32"
@@ -400,8 +443,8 @@ Seconds = PositiveFloat | None
 
 
 class WatchdogConfig(Section):
-    """Time limits after which a rank counts as hung (engine: mesh). Then the stacks of all ranks are written to RUN/hangs,
-    the processes exit with code 75, and torchrun restarts them. null: no limit."""
+    """Time limits after which one of several ranks counts as hung. Then the stacks of all ranks are written to RUN/hangs, the
+    processes exit with code 75, and are restarted. null: no limit."""
 
     start_s: Seconds = key(3600.0, "limit for loading model, data and checkpoint [s]")
     first_step_s: Seconds = key(1200.0, "limit for the first step of a process [s]")
@@ -421,7 +464,24 @@ class RunSection(Section):
     dir: PathText = Field(min_length=1, description="folder of the run; must be empty or missing unless resumed")
     seed: NonNegativeInt = key(0, "seed of data order, random init and dropout")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda if available")
-    threads: PositiveInt | None = key(None, "threads of the host optimizer; null: all cores of this process")
+    deterministic: Literal["auto"] | StrictBool = key(
+        "auto",
+        "true: on a GPU, use only kernels that give the same bits every time, so that runs repeat and resume bit for bit; "
+        "false: the fastest kernels; auto: the fastest, of which only the attention of unpacked rows is known to differ from "
+        "run to run. A CPU is always deterministic",
+    )
+    gpus: Literal["auto"] | PositiveInt = key(
+        "auto",
+        "processes that `megatrain train` and `eval` start on this host, one for each GPU; they share the model's state; auto: "
+        "one for each visible GPU, and one on a CPU; no effect under torchrun, which starts the processes itself",
+    )
+    max_restarts: NonNegativeInt = key(
+        3, "how often these processes are restarted after one has failed; they continue from the newest checkpoint"
+    )
+    threads: PositiveInt | None = key(
+        None,
+        "threads of the host optimizer in each process; null: all cores of this process, divided by its neighbours",
+    )
     max_bad_steps: PositiveInt = key(10, "consecutive non-finite steps that count as a divergence")
     loss_spike: Annotated[Float, Field(gt=1)] | None = key(
         None, "also count a loss above this multiple of the median of the last 20 as a divergence; null: never"
@@ -444,10 +504,14 @@ class MetricsConfig(Section):
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = key(
         (),
-        "list of services that also receive every step: tensorboard, wandb, trackio; a service that fails or hangs "
-        "never stops the run",
+        "list of services that also receive every step: tensorboard, wandb, trackio; one that is not installed is an "
+        "error before the start, one that fails or hangs later never stops the run",
     )
     project: str = key("megatrain", "project name at these services", min_length=1)
+    print_every_s: NonNegativeFloat = key(
+        10.0,
+        "shortest time between the lines of two steps on the console [s]; 0: a line for every step. log.txt has every step's",
+    )
     instruments: StrictBool = key(True, "time the copies, waits and updates of every step; the alerts need it")
 
 
@@ -474,6 +538,10 @@ class AlertsConfig(Section):
         0.85, "maximum peak, as a share of device memory; no alert below memory.device_fraction"
     )
     device_memory_action: AlertAction = key("warn", "action of the rule device_memory")
+    allocation_retries: NonNegativeInt | None = key(
+        0, "maximum device allocations per step that fail at first, because memory is short or fragmented"
+    )
+    allocation_retries_action: AlertAction = key("warn", "action of the rule allocation_retries")
     slab_wait: Share | None = key(0.05, "maximum share of a step spent waiting for a free gradient slab")
     slab_wait_action: AlertAction = key("warn", "action of the rule slab_wait")
     optimizer_wait: Share | None = key(0.2, "maximum share of a step in which the GPU waits for AdamW")

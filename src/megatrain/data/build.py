@@ -3,7 +3,7 @@
 The cache is a folder of stores, each named by a hash of everything that determines its content: the files (path, size,
 time), format, columns, tokenizer, template, `train_on`, and versions. Row length, packing and splits are applied later and are
 not part of it. A store is built under a temporary name and renamed once it is complete. A lock keeps a second run from building
-the same store; without locks, the first to rename wins. Memory stays constant: a batch of about 1 MB of text, and file buffers.
+the same store; without locks, the first to rename wins. Memory stays constant: a batch of about 256 KB of text, and file buffers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ from filelock import FileLock, Timeout
 
 from megatrain.config.schema import SourceConfig
 from megatrain.data import formats
+from megatrain.data.conversations import is_empty
+from megatrain.data.files import FileProgress, file_type, kind_of
 from megatrain.data.formats import ChatSample, PromptSample, Sample, SampleRejected, TextSample, TokenSample
+from megatrain.data.pieces import Piece
 from megatrain.data.render import ChatRenderer, Encoder, Rendered
-from megatrain.data.sources import FileProgress, Record, find_files, is_text, read_records, split_text, unit_of
+from megatrain.data.sources import Record, find_files, is_text, read_records, unit_of
+from megatrain.data.specials import SpecialTokens
+from megatrain.data.splits import Found
 from megatrain.data.store import VERSION, Kind, StoreWriter, TokenStore, place
 from megatrain.errors import UserError
 from megatrain.units import counted
 
-BATCH_CHARS = 1 << 20
-"""Characters tokenized at once: enough to keep the tokenizer's threads busy, little enough to hold in memory."""
+BATCH_CHARS = 1 << 18
+"""Characters tokenized at once: enough to keep the tokenizer's threads busy, little enough for signals in between."""
 PEEKED_RECORDS = 100
 """Records of each file that are read to determine its format."""
 PROGRESS_S = 0.5
@@ -45,6 +50,7 @@ EXAMPLES = 3
 """Places kept for each reason of a rejection."""
 MAX_REASONS = 40
 """Further reasons are counted together: a template may quote the sample in its message, which makes every reason unique."""
+MOST_TOKENS_NAMED = 8
 EARLY_CHECK = 200
 """After this many samples, a source most of whose samples are rejected is refused right away instead of after hours."""
 
@@ -112,6 +118,7 @@ class Builder:
 
     encoder: Encoder
     renderer: ChatRenderer
+    specials: SpecialTokens
     cache_dir: Path
     allow_rejects: float  # share of a source's samples that may be rejected
     log: Log
@@ -122,16 +129,16 @@ class Builder:
         Raises:
             UserError: Files are missing, unreadable, empty or of no known format, or too many samples are rejected.
         """
-        files, folder, store = self._find(source, where)
+        found, folder, store = self._find(source, where)
         cached = store is not None
         if store is None:
-            store = self._build(source, files, folder, where)
+            store = self._build(source, found.files, folder, where)
         meta, rejects = store.meta, Rejects(**store.meta["rejects"])
         self.log(
             f"{source.path}: {'; '.join(meta['readings'])}: {counted(rejects.seen, 'sample')}, "
             f"{counted(meta['tokens'], 'token')}, {meta['targets']:,} trained{' (from the cache)' if cached else ''}"
         )
-        for line in (*meta["notes"], *rejects.report()):
+        for line in (*found.remarks, *meta["notes"], *rejects.report()):
             self.log(f"{source.path}: {line}")
         rejects.check(self.allow_rejects, source.path)
         if len(store) == 0:
@@ -140,20 +147,26 @@ class Builder:
 
     def peek(self, source: SourceConfig, where: str) -> None:
         """Check the format of a source's files by their first records, unless the source is in the cache. Raises as `open`."""
-        files, _, store = self._find(source, where)
+        found, _, store = self._find(source, where)
         if store is None:
-            _SourceBuild(self, source, files, where).samples()[1].close()
+            _SourceBuild(self, source, found.files, where).samples()[1].close()
 
-    def _find(self, source: SourceConfig, where: str) -> tuple[list[Path], Path, TokenStore | None]:
+    def _find(self, source: SourceConfig, where: str) -> tuple[Found, Path, TokenStore | None]:
         """The files of a source, the folder of its store, and the store if it exists."""
-        files = find_files(source.path, f"{where}.path", subset=source.subset, split=source.split)
+        found = find_files(source.path, f"{where}.path", subset=source.subset, split=source.split)
         digest = hashlib.sha256()
-        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        settings = (source.format, sorted(source.columns.items()), self.renderer.train_on, self.renderer.source)
+        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in found.files]
+        settings = (
+            source.format,
+            sorted(source.columns.items()),
+            sorted(source.ignore),
+            *self.renderer.settings,
+            self.specials.mode,
+        )
         for part in (VERSION, stats, settings, self.encoder.fingerprint()):
             digest.update(repr(part).encode())
         folder = self.cache_dir / digest.hexdigest()[:32]
-        return files, folder, TokenStore.open(folder)
+        return found, folder, TokenStore.open(folder)
 
     def _build(self, source: SourceConfig, files: list[Path], folder: Path, where: str) -> TokenStore:
         try:
@@ -193,15 +206,27 @@ class _SourceBuild:
         self._encoder, self._renderer = builder.encoder, builder.renderer
         self._allowed = builder.allow_rejects
         self._source, self._files, self._where = source, files, where
+        plain, named = source.format in ("text", "lines"), tuple(sorted(source.columns.values()))
+        self._kinds = [kind_of(file, plain, named) for file in files]
         self._rejects = Rejects()
+        self._specials = builder.specials
+        self._turn_ends: list[str] | None = None  # tokens that the template writes at the end of a turn
+        self._unchecked_cuts = 0
         self._readings: list[str] = []
+        self._columns: list[formats.Reading] = []
+        self._keys: Counter[str] = Counter()  # of messages, passed to the template: samples that have one
+        self._keywords: Counter[str] = Counter()  # for the template
+        self._sniffed: list[str] = []  # files called text that hold samples as JSON
         self._prompts: Counter[type[Sample]] = Counter()  # samples of the format prompt_completion, by kind
         self._as_alpaca = ""  # the columns setting that would render them with the template
         self._progress = [FileProgress(file) for file in files]
         self._next_message = time.monotonic() + PROGRESS_S
 
     def write(self, folder: Path) -> None:
+        self._specials.take()
         self._take_notes()  # drops the remarks of a failed build
+        self._renderer.take_turn_ends()
+        self._renderer.take_left_out()
         kind, samples = self.samples()
         writer = StoreWriter(folder, kind)
         try:
@@ -209,9 +234,14 @@ class _SourceBuild:
             self._rejects.check(self._allowed, self._source.path)
             if writer.samples == 0:
                 raise _no_samples(self._source.path, self._rejects)
-            files = [{"path": str(file), "unit": unit_of(file)} for file in self._files]
+            files = [{"path": str(f), "unit": unit_of(kind)} for f, kind in zip(self._files, self._kinds, strict=True)]
             meta = {"readings": self._readings, "notes": self._take_notes(), "files": files, "targets": writer.targets}
-            writer.finish({**meta, "rejects": asdict(self._rejects)})
+            turn_ends = self._renderer.take_turn_ends()
+            if self._prompts[PromptSample]:
+                turn_ends = sorted({*turn_ends, *self._encoder.suffix[-1:]})
+            special = {"special": self._specials.take(), "not_read": self._not_read()}
+            ends = {**special, "turn_ends": turn_ends, "left_out": self._renderer.take_left_out()}
+            writer.finish({**meta, **ends, "rejects": asdict(self._rejects)})
         finally:
             writer.close()
 
@@ -225,7 +255,51 @@ class _SourceBuild:
         if count := self._prompts[ChatSample]:
             made = f"rendered by {self._renderer.name}"
             notes.append(f"{counted(count, 'sample')} with prompt and completion as messages, {made}")
-        return notes + self._renderer.take_notes() + self._encoder.take_notes()
+        if self._sniffed:
+            named = ", ".join(self._sniffed[:EXAMPLES]) + (", ..." if len(self._sniffed) > EXAMPLES else "")
+            notes.append(f"samples as JSON, not plain text (format: text would train it as text): {named}")
+        if self._unchecked_cuts:
+            notes.append(
+                f"{counted(self._unchecked_cuts, 'place')} in long documents where the ids may not be those of the whole"
+            )
+        return notes + self._special_tokens() + self._unread() + self._renderer.take_notes()
+
+    def _special_tokens(self) -> list[str]:
+        """Lines about special tokens that are spelt out in the data."""
+        specials, lines = self._specials, []
+        if specials.dropped_ends:
+            lines.append(f"{counted(specials.dropped_ends, 'message')} with an end token, which the template writes")
+        if specials.found:
+            named = ", ".join(f"{token} x {count:,}" for token, count in specials.found.most_common(MOST_TOKENS_NAMED))
+            chats = self._turn_ends is not None
+            as_text = specials.mode == "text" or (specials.mode == "auto" and chats)
+            how = "rejected" if specials.mode == "reject" else "read as text" if as_text else "read as control tokens"
+            where = counted(specials.samples, "sample")
+            lines.append(f"special tokens in the text of {where}, {how} (data.special_tokens): {named}")
+        return lines
+
+    def _not_read(self) -> dict[str, list[str]]:
+        """Columns, keys of messages and template keywords that were not read."""
+        names = self._renderer.names if self._keys or self._keywords else None
+        return {
+            "columns": sorted(set().union(*(reading.unread for reading in self._columns))),
+            "keys": sorted(key for key in self._keys if names and key not in names.words),
+            "keywords": sorted(key for key in self._keywords if names and key not in names.variables),
+        }
+
+    def _unread(self) -> list[str]:
+        """Lines that name what was not read, if anything."""
+        unread, template = self._not_read(), self._renderer.name
+        said = {
+            "columns": "columns not read",
+            "keys": f"keys of messages that {template} does not mention",
+            "keywords": f"keywords that {template} does not read",
+        }
+        return [
+            f"{said[what]}: {', '.join(name or '(no name)' for name in names)}"
+            for what, names in unread.items()
+            if names
+        ]
 
     # ---- records
 
@@ -238,8 +312,10 @@ class _SourceBuild:
         # The formats of all files are determined before any is read in full, so a wrong file is an error right away.
         for number, file in enumerate(self._files):
             records = self._records(number)
-            first = list(itertools.islice(records, PEEKED_RECORDS))
-            reading = self._reading(file, [record.value for record in first if isinstance(record.value, dict)])
+            first = list(itertools.islice(records, 1 if is_text(self._kinds[number]) else PEEKED_RECORDS))
+            reading = self._reading(
+                file, self._kinds[number], [record.value for record in first if isinstance(record.value, dict)]
+            )
             if len(self._files) == 1:
                 opened.append(_OpenFile(number, file, reading, itertools.chain(first, records)))
             else:  # many open files would use up handles and, for .json, memory for their whole content
@@ -253,16 +329,21 @@ class _SourceBuild:
         kind: Kind = "samples" if "samples" in by_kind else "stream"
         return kind, self._read(opened)
 
-    def _reading(self, file: Path, first: list[dict[str, object]]) -> formats.Reading | None:
+    def _reading(self, file: Path, kind: str | None, first: list[dict[str, object]]) -> formats.Reading | None:
         """The file's format; None if none of its first records could be read, which the rejects will show."""
         if not first:
             return None
-        text = is_text(file)
+        text = is_text(kind)
         if text and self._source.format not in ("auto", "text", "lines"):
             what = f"format: {self._source.format} does not apply to a plain text file"
             raise UserError(what, str(file), "use text or lines")
         format = "text" if text and self._source.format == "auto" else self._source.format
-        reading = formats.find_reading(first, format, {} if text else self._source.columns, str(file))
+        reading = formats.find_reading(
+            first, format, {} if text else self._source.columns, str(file), self._source.ignore
+        )
+        self._columns.append(reading)
+        if is_text(file_type(file)[0]) and not text:
+            self._sniffed.append(file.name)
         if reading.describe() not in self._readings:
             self._readings.append(reading.describe())
         if reading.name == "prompt_completion":
@@ -294,10 +375,11 @@ class _SourceBuild:
 
     def _place(self, file: int, line: int) -> str:
         path = self._files[file]
-        return place(str(path), unit_of(path), line)
+        return place(str(path), unit_of(self._kinds[file]), line)
 
     def _records(self, number: int) -> Generator[Record]:
-        return read_records(self._files[number], self._source.format == "lines", self._progress[number])
+        as_lines = self._source.format == "lines"
+        return read_records(self._files[number], self._kinds[number], as_lines, self._progress[number])
 
     def _report_progress(self) -> None:
         """Log the progress as a record with the attribute `share`, which the run logger shows as a bar."""
@@ -313,31 +395,46 @@ class _SourceBuild:
 
     def _write_stream(self, writer: StoreWriter, samples: Iterator[tuple[int, Record, Sample]]) -> None:
         """Write documents one after another; long ones in pieces, which are tokenized in parallel."""
-        batch: list[tuple[str, _DocumentEnd | None]] = []
+        batch: list[tuple[Piece, _DocumentEnd | None]] = []
         size = 0
-        content_hash = hashlib.blake2b(digest_size=8)
+        content_hash, ends_itself, inside = hashlib.blake2b(digest_size=8), False, False
+        cutter = self._encoder.cutter()
         for file, record, sample in samples:
             if isinstance(sample, TokenSample):
+                if sample.trained is not None:
+                    what = f"a mask, which none of the first {PEEKED_RECORDS} records has"
+                    self._reject(SampleRejected(what, "set the columns in all records"), file, record.line)
+                    continue
                 ids = np.asarray(sample.input_ids, dtype=np.uint32)
                 writer.extend(ids)
                 writer.end_document(file, record.line, _hash_of(ids.tobytes()))
                 continue
             assert isinstance(sample, TextSample), sample
+            try:
+                text = self._specials.in_text(sample.text, not record.more)
+            except SampleRejected as problem:
+                if record.more or inside:
+                    raise UserError(str(problem), self._place(file, record.line), "it is one long sample") from None
+                self._reject(problem, file, record.line)
+                continue
+            inside = record.more
             content_hash.update(sample.text.encode())
-            pieces = split_text(sample.text)
-            end: _DocumentEnd | None = None
+            if sample.text.strip():
+                ends_itself = self._specials.ends_itself(sample.text)
+            pieces = cutter.feed(text, last=not record.more)
+            size += sum(len(piece) for piece, _ in pieces)
+            batch += [(piece, None) for piece in pieces]
             if not record.more:
-                end = (file, record.line, int.from_bytes(content_hash.digest(), "little"))
-                content_hash = hashlib.blake2b(digest_size=8)
-            batch += [(piece, None) for piece in pieces[:-1]]
-            batch.append((pieces[-1], end))
-            size += len(sample.text)
+                content = int.from_bytes(content_hash.digest(), "little")
+                batch[-1] = (pieces[-1], _DocumentEnd(file, record.line, content, ends_itself))
+                content_hash, ends_itself = hashlib.blake2b(digest_size=8), False
             if size >= BATCH_CHARS:
                 self._write_pieces(writer, batch)
                 batch, size = [], 0
         self._write_pieces(writer, batch)
+        self._unchecked_cuts = cutter.unchecked
 
-    def _write_pieces(self, writer: StoreWriter, batch: list[tuple[str, _DocumentEnd | None]]) -> None:
+    def _write_pieces(self, writer: StoreWriter, batch: list[tuple[Piece, _DocumentEnd | None]]) -> None:
         prefix = np.asarray(self._encoder.prefix, dtype=np.uint32)
         suffix = np.asarray(self._encoder.suffix, dtype=np.uint32)
         for ids, (_, end) in zip(self._encoder.ids([piece for piece, _ in batch]), batch, strict=True):
@@ -346,8 +443,9 @@ class _SourceBuild:
                 writer.extend(prefix)
             writer.extend(ids)
             if end is not None:
-                writer.extend(suffix)
-                writer.end_document(*end)
+                if not end.ends_itself:
+                    writer.extend(suffix)
+                writer.end_document(end.file, end.line, end.content)
 
     # ---- whole samples
 
@@ -375,17 +473,25 @@ class _SourceBuild:
 
     def _texts(self, sample: Sample) -> list[Rendered]:
         if isinstance(sample, ChatSample):
-            return self._renderer.render(sample)
+            if self._turn_ends is None:
+                self._turn_ends = self._renderer.probe_turn_ends() if self._renderer.has_template else []
+            self._keywords.update(sample.keywords)
+            for message in sample.messages:
+                if not message.keys() <= _COMMON_KEYS:
+                    self._keys.update(key for key in message.keys() - _COMMON_KEYS if not is_empty(message[key]))
+            return self._renderer.render(self._specials.in_chat(sample, self._turn_ends))
         assert isinstance(sample, PromptSample), sample
+        sample = self._specials.in_prompt(sample)
         text = sample.prompt + sample.completion
         begin = 0 if self._renderer.train_on == "all" else len(sample.prompt)
-        return [Rendered(text, ((begin, len(text)),))]
+        return [Rendered(text, ((begin, len(text)),), (len(sample.prompt),))]
 
     def _write_texts(self, writer: StoreWriter, batch: list[tuple[Rendered, int, Record, Sample]]) -> None:
         encoded = self._encoder.masked_ids([rendered for rendered, *_ in batch])
         for (ids, trained), (_, file, record, sample) in zip(encoded, batch, strict=True):
             if isinstance(sample, PromptSample):
-                prefix, suffix = self._encoder.prefix, self._encoder.suffix
+                prefix = self._encoder.prefix
+                suffix = [] if self._specials.ends_itself(sample.completion) else self._encoder.suffix
                 prefix = [] if _begins_with(ids, np.asarray(prefix)) else prefix
                 ids = np.concatenate([prefix, ids, suffix]).astype(np.uint32)
                 trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
@@ -406,6 +512,10 @@ class _SourceBuild:
         self._reject(SampleRejected(reason), file, record.line)
 
 
+_COMMON_KEYS = frozenset(("role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"))
+"""Keys of messages whose values are looked for in the text."""
+
+
 class _OpenFile(NamedTuple):
     """A file of the source whose format is known. `records` None: read it from the start."""
 
@@ -415,8 +525,13 @@ class _OpenFile(NamedTuple):
     records: Iterator[Record] | None
 
 
-_DocumentEnd = tuple[int, int, int]
-"""File, line and content hash of a document, attached to its last piece."""
+class _DocumentEnd(NamedTuple):
+    """Attached to the last piece of a document."""
+
+    file: int
+    line: int
+    content: int  # hash
+    ends_itself: bool  # its text ends with the end token
 
 
 def _begins_with(ids: np.ndarray, prefix: np.ndarray) -> bool:

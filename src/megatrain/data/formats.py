@@ -1,62 +1,37 @@
 """Sample formats: which columns each needs, and how a record becomes a sample. docs/data.md lists the formats.
 
-A record becomes one of four kinds of sample. Text and unlabelled tokens are streams, cut wherever a row ends; the other
-kinds stay whole. A faulty record raises `SampleRejected`; a file that fits no format raises `UserError`.
+A record becomes one of four kinds of sample (`samples.py`). Text and unlabelled tokens are streams, cut wherever a row ends; the
+other kinds stay whole. A faulty record raises `SampleRejected`; a file that fits no format raises `UserError`.
+
+[Note: columns]
+Every column of a file is one of four things: used by the format; known to change what should be trained, and used or refused
+record by record (`KNOWN`); left out by the user (`ignore`); or not read, and then named in the log. Columns may appear late in a
+file, so this is decided for each record, not from the first ones.
 """
 
 from __future__ import annotations
 
 import difflib
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megatrain.data import conversations, pretokenised
+from megatrain.data.conversations import KEYWORDS, from_json, is_empty, string
+from megatrain.data.samples import (
+    ChatSample,
+    Fields,
+    PromptSample,
+    Sample,
+    SampleRejected,
+    TextSample,
+    TokenSample,
+)
 from megatrain.errors import UserError
 
-
-class SampleRejected(Exception):
-    """One sample cannot be used. `reason` is the same text for every sample with this fault, `detail` is its own."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason} ({detail})" if detail else reason)
-        self.reason, self.detail = reason, detail
-
-
-@dataclass(frozen=True)
-class TextSample:
-    text: str
-
-
-@dataclass(frozen=True)
-class PromptSample:
-    """Plain text without a chat template; only the completion is trained."""
-
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
-class ChatSample:
-    """A conversation."""
-
-    messages: list[dict[str, Any]]  # as chat templates take them: role, content (a string), and the record's other keys
-    flags: tuple[bool | None, ...]  # for each message, whether the record wants it trained; None: not stated
-    tools: list[dict[str, Any]] | None = None  # JSON schemas for the template
-    answers_from: int = 0  # index of the first message that may be trained; those before it are the prompt
-
-
-@dataclass(frozen=True)
-class TokenSample:
-    """Token ids; `trained` has one entry per id, or is None if all are trained."""
-
-    input_ids: list[int]
-    trained: list[bool] | None = None
-
-
-Sample = TextSample | PromptSample | ChatSample | TokenSample
-Fields = Mapping[str, Any]
-"""A record, keyed by the format's column names."""
+__all__ = ["ChatSample", "PromptSample", "Sample", "SampleRejected", "TextSample", "TokenSample"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +41,8 @@ class Format:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     convert: Callable[[Fields], Sample]
+    known: tuple[str, ...] = ()
+    """Columns of `KNOWN` that are checked beside the format's own."""
 
 
 @dataclass(frozen=True)
@@ -74,29 +51,64 @@ class Reading:
 
     name: str
     columns: Mapping[str, str]
-    """The format's column names -> the file's; optional columns may be absent in a record."""
+    """The format's column names -> the file's, as far as the first records have them."""
     kind: Literal["stream", "samples"]
+    own_names: Mapping[str, str]
+    """Every column of the file that is used -> the format's name of it, also if the first records lack it."""
+    ignored: frozenset[str] = frozenset()
+    unread: Counter[str] = field(default_factory=Counter, compare=False)
+    """Columns of the file that were not read -> records that have a value there. Counted by `sample`."""
 
     def sample(self, record: Mapping[str, Any]) -> Sample:
         """Convert a record; SampleRejected if it is faulty."""
-        return FORMATS[self.name].convert({own: record.get(column) for own, column in self.columns.items()})
+        fields: dict[str, Any] = {}
+        own_names = self.own_names
+        for column, value in record.items():
+            own = own_names.get(column)
+            if own is None:
+                if column not in self.ignored and not is_empty(value):
+                    if self.name == "tokens" and "mask" in column.lower() and column not in pretokenised.HARMLESS:
+                        what = f"{column} beside input_ids: its meaning for training is unclear"
+                        raise SampleRejected(what, f"columns: {{loss_mask: {column}}}, or ignore: [{column}]")
+                    self.unread[column] += 1
+                continue
+            if isinstance(value, SampleRejected):
+                raise SampleRejected(f"{column}: {value.reason}")
+            if own in fields and not is_empty(value):
+                if not is_empty(fields[own]) and fields[own] != value:
+                    raise SampleRejected(f"two columns for {own}", column)
+                fields[own] = value
+            else:
+                fields.setdefault(own, value)
+        form = FORMATS[self.name]
+        for own in form.known:
+            if own in fields and not is_empty(fields[own]):
+                KNOWN[own](next(column for column in record if own_names.get(column) == own), fields[own])
+        return form.convert(fields)
 
     def describe(self) -> str:
         present = [own if own == column else f"{own}={column}" for own, column in self.columns.items()]
         return f"format {self.name} (columns {', '.join(present)})"
 
 
-def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Mapping[str, str], where: str) -> Reading:
+def find_reading(
+    records: Sequence[Mapping[str, Any]],
+    format: str,
+    mapping: Mapping[str, str],
+    where: str,
+    ignore: Sequence[str] = (),
+) -> Reading:
     """Determine the format of the file `where` from its first records (at least one).
 
     Args:
         format: A format's name, or `auto`.
         mapping: The user's `columns:`.
+        ignore: Columns to leave out.
 
     Raises:
         UserError: The format is unknown, the mapping names a missing column, or no format fits.
     """
-    present = list(dict.fromkeys(column for record in records for column in record))
+    present = [column for column in dict.fromkeys(c for record in records for c in record) if column not in ignore]
     _check_mapping(mapping, present, where)
     # A column that the mapping renames loses its own name.
     own_names = {column: column for column in present if column not in mapping.values()}
@@ -115,11 +127,48 @@ def find_reading(records: Sequence[Mapping[str, Any]], format: str, mapping: Map
         listed = ", ".join(present[:12]) + (f" and {len(present) - 12} more" if len(present) > 12 else "")
         what = f"the columns are {listed or '(none)'}: {problem}"
         raise UserError(what, where, _columns_remedy(present, records, name))
-    used = {own: column_of[own] for own in (*required, *FORMATS[name].optional) if own in column_of}
-    if is_chat:  # both formats call the list of turns messages
-        used = {"messages": turns or "", **{own: column for own, column in used.items() if own not in TURN_COLUMNS}}
-    is_stream = name in ("text", "lines") or (name == "tokens" and "labels" not in used)
-    return Reading(name, used, "stream" if is_stream else "samples")
+    form = FORMATS[name]
+    names = _all_names(form, mapping, turns if is_chat else None)
+    used: dict[str, str] = {}
+    for column in present:
+        own = names.get(column)
+        if own is not None and (own in (*form.required, *form.optional) or own == "messages"):
+            used.setdefault(own, column)
+    order = {own: number for number, own in enumerate(("messages", *form.required, *form.optional))}
+    used = dict(sorted(used.items(), key=lambda item: order[item[0]]))
+    names = {column: own for column, own in names.items() if column not in ignore}
+    is_stream = name in ("text", "lines") or (name == "tokens" and not any(own in used for own in pretokenised.MASKS))
+    return Reading(name, used, "stream" if is_stream else "samples", names, frozenset(ignore))
+
+
+def _all_names(form: Format, mapping: Mapping[str, str], turns: str | None) -> dict[str, str]:
+    """All columns that a record may have for this format -> the format's name of each.
+
+    A column that `mapping` renames loses its own name, and a name that is mapped has no other column.
+    """
+    own_names = [own for own in (*form.required, *form.optional, *form.known) if own not in mapping]
+    names = {column: own for own in own_names for column in (own, *ALIASES.get(own, ()))}
+    if turns is not None:  # both formats of chats call the list of turns messages
+        names = {column: own for column, own in names.items() if column not in TURN_COLUMNS} | {turns: "messages"}
+    wanted = {*form.required, *form.optional, *form.known}
+    names = {column: own for column, own in names.items() if column not in mapping.values()}
+    return (
+        names
+        | {column: own for own, column in mapping.items() if own in wanted}
+        | ({turns: "messages"} if turns else {})
+    )
+
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "system": ("system_prompt", "system_message"),
+    "chat_template_kwargs": ("template_kwargs",),
+    "assistant_masks": ("assistant_mask", "assistant_tokens_mask"),
+    "loss_mask": ("loss_masks",),
+    "label": ("kto_tag", "desirable"),
+    "images": ("image", "videos", "video", "audios", "audio"),
+    "weight": ("loss_weight", "sample_weight"),
+}
+"""Other names of a column with the same meaning."""
 
 
 TURN_COLUMNS = ("messages", "conversations", "conversation")
@@ -141,7 +190,7 @@ def _check_mapping(mapping: Mapping[str, str], present: Sequence[str], where: st
 def _guess(records: Sequence[Mapping[str, Any]], column_of: Mapping[str, str], turns: str | None) -> str | None:
     if turns is not None:
         for record in records:
-            value = _from_json(record.get(turns))
+            value = from_json(record.get(turns))
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 return "sharegpt" if "from" in value[0] else "messages"
         return "messages"
@@ -181,214 +230,71 @@ def _columns_remedy(present: Sequence[str], records: Sequence[Mapping[str, Any]]
 
 
 def _text(fields: Fields) -> TextSample:
-    text = _string(fields, "text")
+    text = string(fields, "text")
     if not text.strip():
         raise SampleRejected("empty text")
     return TextSample(text)
 
 
-def _alpaca(fields: Fields) -> ChatSample:
-    messages = []
-    if system := _string(fields, "system"):
-        messages.append({"role": "system", "content": system})
-    history = _from_json(fields.get("history")) or []
-    if not isinstance(history, list):
-        raise SampleRejected("history is not a list of pairs", type(history).__name__)
-    for pair in history:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(turn, str) and turn for turn in pair)):
-            raise SampleRejected("history is not a list of pairs")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    question = "\n".join(part for part in (_string(fields, "instruction"), _string(fields, "input")) if part)
-    messages.append({"role": "user", "content": question})
-    messages.append({"role": "assistant", "content": _string(fields, "output")})
-    return _checked(ChatSample(messages, (None,) * len(messages)))
-
-
-def _messages(fields: Fields) -> ChatSample:
-    messages, flags = _turns(fields.get("messages"), "role", "content")
-    return _checked(ChatSample(messages, flags, _tools(fields.get("tools"))))
-
-
-def _sharegpt(fields: Fields) -> ChatSample:
-    messages, flags = _turns(fields.get("messages"), "from", "value")
-    if system := _string(fields, "system"):
-        messages, flags = [{"role": "system", "content": system}, *messages], (None, *flags)
-    return _checked(ChatSample(messages, flags, _tools(fields.get("tools"))))
-
-
-def _prompt_completion(fields: Fields) -> Sample:
-    prompt, completion = _from_json(fields.get("prompt"), lists_only=True), fields.get("completion")
-    completion = _from_json(completion, lists_only=True)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before, before_flags = _turns(prompt, "role", "content")
-        after, after_flags = _turns(completion, "role", "content")
-        return _checked(ChatSample([*before, *after], before_flags + after_flags, answers_from=len(before)))
-    prompt, completion = _string(fields, "prompt"), _string(fields, "completion")
-    if not completion:
-        raise SampleRejected("empty completion")
-    return PromptSample(prompt, completion)
-
-
-def _tokens(fields: Fields) -> TokenSample:
-    ids, labels = fields.get("input_ids"), fields.get("labels")
-    if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < 2**31 for i in ids)):
-        raise SampleRejected("input_ids is not a list of token ids")
-    if labels is None:
-        return TokenSample(ids)
-    if not isinstance(labels, list) or len(labels) != len(ids):
-        raise SampleRejected("labels is not as long as input_ids")
-    if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
-        # A target is always the row's next token; labels can only select.
-        raise SampleRejected("labels differ from input_ids where they are not -100")
-    return TokenSample(ids, [label != -100 for label in labels])
-
-
+_BESIDE = ("system", "tools", "functions", "chat_template_kwargs", *KEYWORDS)
+"""Columns beside the messages of a conversation."""
 FORMATS: dict[str, Format] = {
-    "text": Format(("text",), (), _text),
+    "text": Format(("text",), (), _text, ("split", "weight")),
     "lines": Format(("text",), (), _text),
-    "messages": Format(("messages",), ("tools",), _messages),
-    "sharegpt": Format(("conversations",), ("system", "tools"), _sharegpt),
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _alpaca),
-    "prompt_completion": Format(("prompt", "completion"), (), _prompt_completion),
-    "tokens": Format(("input_ids",), ("labels",), _tokens),
-}
-
-ROLES = {
-    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-    # sharegpt's names
-    "human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant",
+    "messages": Format(("messages",), _BESIDE, conversations.openai),
+    "sharegpt": Format(("conversations",), _BESIDE, conversations.sharegpt),
+    "alpaca": Format(
+        ("instruction", "output"),
+        ("input", "history", *_BESIDE),
+        conversations.alpaca,
+    ),
+    "prompt_completion": Format(
+        ("prompt", "completion"),
+        _BESIDE,
+        conversations.prompt_completion,
+    ),
+    "tokens": Format(("input_ids",), (*pretokenised.MASKS, *pretokenised.CHECKED), pretokenised.tokens, ("split", "weight")),
 }  # fmt: skip
-FLAGS = ("train", "weight", "loss_weight")
-REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-def _string(fields: Fields, name: str) -> str:
-    """The value of a text column; empty if it is missing or null."""
-    value = fields.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise SampleRejected(f"{name} is not a string", type(value).__name__)
-    return value
+def _check_label(name: str, value: object) -> None:
+    """Desirability (KTO): false marks an answer that a model should not give."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in (True, "true", "1"):
+        return
+    if word in (False, "false", "0"):
+        raise SampleRejected(f"marked as undesirable: its {name} is false")
+    raise SampleRejected(
+        f"{name} is neither true nor false, so it may mean that the answer is a bad one", repr(value)[:40]
+    )
 
 
-def _from_json(value: object, lists_only: bool = False) -> Any:
-    """Parse lists and objects that are stored as JSON text, as tables and some JSON files do."""
-    import orjson
-
-    if isinstance(value, str) and value.lstrip().startswith(("[",) if lists_only else ("[", "{")):
-        try:
-            parsed = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            return value
-        if not lists_only or (isinstance(parsed, list) and parsed and isinstance(parsed[0], dict)):
-            return parsed
-    return value
+def _check_images(name: str, value: object) -> None:
+    raise SampleRejected(f"it has {name}: only text can be trained")
 
 
-def _turns(value: object, role_key: str, content_key: str) -> tuple[list[dict[str, Any]], tuple[bool | None, ...]]:
-    turns = _from_json(value)
-    if not isinstance(turns, list):
-        raise SampleRejected("messages is not a list", type(turns).__name__)
-    if not turns:
-        raise SampleRejected("no messages")
-    messages, flags = [], []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise SampleRejected("a message is not an object", type(turn).__name__)
-        messages.append(_message(turn, role_key, content_key))
-        flags.append(_flag(turn))
-    return messages, tuple(flags)
+def _check_split(name: str, value: object) -> None:
+    words = ("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+    if isinstance(value, str) and value.strip().lower() in words:
+        raise SampleRejected(f"held out: its {name} is {value.strip().lower()}")
 
 
-def _message(turn: dict[str, Any], role_key: str, content_key: str) -> dict[str, Any]:
-    """A turn in the form templates take: no nulls, a known role, content as a string."""
-    word = turn.get(role_key)
-    role = ROLES.get(word.lower()) if isinstance(word, str) else None
-    if role is None:
-        raise SampleRejected(f"unknown role {word!r}")
-    known = {role_key, content_key, "tool_calls", *FLAGS, *REASONING}
-    message = {"role": role, **{k: v for k, v in turn.items() if k not in known and v is not None}}
-    content, calls = turn.get(content_key), _from_json(turn.get("tool_calls")) or []
-    if not isinstance(calls, list):
-        raise SampleRejected("tool_calls is not a list", type(calls).__name__)
-    reasoning = next((turn[key] for key in REASONING if turn.get(key)), "")
-    if isinstance(content, list):
-        content, more_reasoning, more_calls = _parts(content)
-        reasoning, calls = reasoning or more_reasoning, calls + more_calls
-    if content is not None and not isinstance(content, str):
-        raise SampleRejected("content is not text", type(content).__name__)
-    if not isinstance(reasoning, str):
-        raise SampleRejected("reasoning is not text", type(reasoning).__name__)
-    if word == "function_call":
-        content, calls = "", [_from_json(content)]
-    message["content"] = content or ""
-    if reasoning:
-        # Templates use either name.
-        message["reasoning_content"] = message["thinking"] = reasoning
-    if calls:
-        message["tool_calls"] = [_tool_call(call) for call in calls]
-    return message
+def _check_weight(name: str, value: object) -> None:
+    try:
+        weight = float(value)  # pyright: ignore[reportArgumentType]  (a table has numbers as text)
+    except (TypeError, ValueError):
+        weight = -1.0
+    if weight == 0:
+        raise SampleRejected(f"its {name} is 0")
+    if weight != 1:
+        raise SampleRejected(f"its {name} is not 1: samples cannot be weighted", repr(value)[:40])
 
 
-def _parts(parts: list[Any]) -> tuple[str, str, list[Any]]:
-    """Content parts -> text, reasoning, tool calls."""
-    texts, reasoning, calls = [], [], []
-    for part in parts:
-        if not isinstance(part, dict):
-            raise SampleRejected("a content part is not an object", type(part).__name__)
-        kind = part.get("type")
-        value = next((part[key] for key in ("text", "value", kind) if part.get(key) is not None), None)
-        if kind == "tool_call":
-            calls.append(_from_json(value))
-        elif kind not in ("text", "reasoning", "thinking"):
-            raise SampleRejected(f"a content part of type {kind!r}: only text can be trained")
-        elif not isinstance(value, str):
-            raise SampleRejected("a content part without text")
-        else:
-            (texts if kind == "text" else reasoning).append(value)
-    return "".join(texts), "".join(reasoning), calls
-
-
-def _tool_call(call: object) -> dict[str, Any]:
-    """A call in the form templates take: {type: function, function: {name, arguments: object}}."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise SampleRejected("a tool call without a function name")
-    arguments = _from_json(function.get("arguments")) or {}
-    outer = {k: v for k, v in call.items() if k not in ("function", "name", "arguments") and v is not None}
-    return {"type": "function", **outer, "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _flag(turn: dict[str, Any]) -> bool | None:
-    for key in FLAGS:
-        value = turn.get(key)
-        if value is not None:
-            if value not in (0, 1):
-                raise SampleRejected(f"{key} of a message is neither 0 nor 1", str(value))
-            return bool(value)
-    return None
-
-
-def _tools(value: object) -> list[dict[str, Any]] | None:
-    tools = _from_json(value)
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise SampleRejected("tools is not a list of JSON schemas", type(tools).__name__)
-    return tools
-
-
-def _checked(sample: ChatSample) -> ChatSample:
-    """Reject faults that templates render without complaint."""
-    for message in sample.messages:
-        empty = not message["content"].strip() and not message.get("tool_calls")
-        if empty and message["role"] in ("user", "assistant"):
-            raise SampleRejected(f"an empty {message['role']} message")
-    answers = [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
-    if not answers or answers[-1] < sample.answers_from:
-        raise SampleRejected("no assistant message")
-    if answers[0] == 0 or all(message["role"] in ("system", "developer") for message in sample.messages[: answers[0]]):
-        raise SampleRejected("the assistant speaks first")
-    return sample
+KNOWN: dict[str, Callable[[str, Any], None]] = {
+    "label": _check_label, "images": _check_images, "split": _check_split, "weight": _check_weight,
+}  # fmt: skip
+"""Columns that decide whether a record is trained, whatever its format: each check takes the column's name and a value that is
+not empty, and raises SampleRejected. See [Note: columns]; `ignore` of a source leaves such a column out."""
+FORMATS |= {
+    name: replace(FORMATS[name], known=tuple(KNOWN)) for name in ("messages", "sharegpt", "alpaca", "prompt_completion")
+}

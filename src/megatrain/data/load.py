@@ -15,6 +15,7 @@ from megatrain.data import packing
 from megatrain.data.build import Builder, Log
 from megatrain.data.render import ChatRenderer, Encoder
 from megatrain.data.rows import PackedRows, RowGroup
+from megatrain.data.specials import SpecialTokens
 from megatrain.data.store import TokenStore
 from megatrain.errors import Problems, UserError
 from megatrain.units import counted
@@ -55,6 +56,7 @@ def load_data(
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     seed: int = 0,
+    date: str | None = None,
     log: Log | None = None,
 ) -> tuple[PackedRows, PackedRows | None]:
     """Read, render, tokenize (or load from the cache) and pack all data of a run.
@@ -63,6 +65,7 @@ def load_data(
         vocab_size: Rows of the model's embedding. Larger ids are an error here instead of in the step that uses them.
         model_max_length: Positions of the model; None: not checked.
         seed: Determines which samples share a row.
+        date: The day that chat templates read, YYYY-MM-DD; None: `data.date`, else today.
         log: Takes a line of text for the user; None: `logging`.
 
     Returns:
@@ -72,27 +75,45 @@ def load_data(
         UserError: The data cannot be used; names file and line.
     """
     log = log or logger.info
-    opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
+    limits = {"vocab_size": vocab_size, "model_max_length": model_max_length}
+    opened = open_data(data, tokenizer, **limits, date=date, log=log)
     return pack_data(data, opened, seed, log)
 
 
 def load_val(
-    data: DataConfig, tokenizer: Any, *, vocab_size: int | None, model_max_length: int | None, seed: int, log: Log
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    vocab_size: int | None,
+    model_max_length: int | None,
+    seed: int,
+    date: str | None,
+    log: Log,
 ) -> PackedRows:
     """As `load_data`, but only the held-out rows, without the errors about training rows. `data.val` must be set."""
-    opened = open_data(data, tokenizer, vocab_size=vocab_size, model_max_length=model_max_length, log=log)
+    limits = {"vocab_size": vocab_size, "model_max_length": model_max_length}
+    opened = open_data(data, tokenizer, **limits, date=date, log=log)
     return _rows(data, opened.pad_id, opened.val, "val", seed, log)
 
 
 def open_data(
-    data: DataConfig, tokenizer: Any, *, vocab_size: int | None = None, model_max_length: int | None = None, log: Log
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    vocab_size: int | None = None,
+    model_max_length: int | None = None,
+    date: str | None = None,
+    log: Log,
 ) -> OpenedData:
     """The first half of `load_data`: everything except packing. The result does not depend on `data.max_tokens`."""
     check_row_length(data.max_tokens, model_max_length)
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else Path.home() / ".cache" / "megatrain" / "tokens"
     encoder = Encoder(tokenizer)
-    renderer = ChatRenderer(tokenizer, data.chat_template, data.train_on)
-    builder = Builder(encoder, renderer, cache, data.allow_rejects, log)
+    renderer = ChatRenderer(
+        tokenizer, data.chat_template, data.train_on, data.left_out, data.chat_template_kwargs, data.date or date
+    )
+    specials = SpecialTokens(tokenizer, data.special_tokens)
+    builder = Builder(encoder, renderer, specials, cache, data.allow_rejects, log)
 
     _peek_all(builder, data)
     train = _open(builder, data.train, "data.train", vocab_size)

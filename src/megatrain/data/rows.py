@@ -140,6 +140,18 @@ class PackedRows:
     def stats(self) -> RowStats:
         return sum((group.stats for group in self.groups), RowStats())
 
+    @cached_property
+    def shared(self) -> bool:
+        """Whether any row holds several documents."""
+        return self.packing and any(np.diff(group.segments.rows).max(initial=0) > 1 for group in self.groups)
+
+    def length_of(self, rows: Sequence[int]) -> int:
+        """Tokens of each row of a batch: `max_tokens` with packing, else those of its longest row."""
+        if self.packing:
+            return self.max_tokens
+        located = [self.locate(int(row)) for row in rows]
+        return max((int(group.document_lengths(own).sum()) for group, own in located), default=0)
+
     def locate(self, row: int) -> tuple[RowGroup, int]:
         """The group of a row, and the row's number in that group."""
         group = int(np.searchsorted(self._firsts, row, side="right")) - 1
@@ -155,8 +167,8 @@ class PackedRows:
         return np.concatenate([np.zeros(0, np.int64), *(group.document_lengths(own) for group, own in located)])
 
     def arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        """A batch of rows as int64 (B, T) arrays: input_ids and labels; with packing position_ids and document_ids, else
-        attention_mask (1: token, 0: padding)."""
+        """A batch of rows as int64 (B, T) arrays: input_ids and labels; position_ids and document_ids where any row of the set
+        holds several documents, so that all its batches are alike, else attention_mask (1: token, 0: padding)."""
         located = [self.locate(int(row)) for row in rows]
         lengths = [int(group.document_lengths(own).sum()) for group, own in located]
         width = self.max_tokens if self.packing else max(lengths, default=0)
@@ -166,7 +178,7 @@ class PackedRows:
         out["labels"] = np.full(shape, NO_TARGET, dtype=np.int64)
         for i, (group, own) in enumerate(located):
             group.write_row(own, {name: array[i] for name, array in out.items()})
-        if not self.packing:
+        if not self.shared:
             del out["document_ids"], out["position_ids"]
             out["attention_mask"] = (np.arange(width)[None] < np.array(lengths)[:, None]).astype(np.int64)
         return out

@@ -5,6 +5,7 @@ trained.bin  uint8  (N,)   1 where a token is a target; only in stores of sample
 ends.bin     int64  (S,)   where each sample ends in tokens.bin
 targets.bin  int64  (S,)   targets of each sample: its trained tokens, except its first token
 hashes.bin   uint64 (S,)   hash of each sample's content, for splits that depend neither on order nor on other samples
+fingerprints.bin uint64 (S,)  hash of each sample's ids and targets
 files.bin    int32  (S,)   number of the file the sample came from
 lines.bin    int64  (S,)   its line or row there
 meta.json                  everything small; written last, which marks the store complete
@@ -12,6 +13,7 @@ meta.json                  everything small; written last, which marks the store
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +23,12 @@ import numpy as np
 
 from megatrain.errors import UserError
 
-VERSION = 2
+VERSION = 5
 """Part of every cache key: raise it when the same data would be stored differently."""
 META = "meta.json"
 _COLUMNS: dict[str, type[np.generic]] = {
     "tokens": np.uint32, "trained": np.uint8, "ends": np.int64, "targets": np.int64, "hashes": np.uint64,
+    "fingerprints": np.uint64,
     "files": np.int32, "lines": np.int64,
 }  # fmt: skip
 
@@ -48,6 +51,7 @@ class StoreWriter:
         self._open_tokens = 0
         self.samples = self.tokens = self.targets = 0
         self._largest_id, self._largest_id_sample = -1, 0
+        self._fingerprint = hashlib.blake2b(digest_size=8)
 
     @property
     def at_document_start(self) -> bool:
@@ -56,6 +60,7 @@ class StoreWriter:
     def extend(self, ids: np.ndarray) -> None:
         """Append tokens to the current document of a stream."""
         self._put("tokens", ids)
+        self._fingerprint.update(np.ascontiguousarray(ids, dtype=np.uint32).data)
         self._open_tokens += len(ids)
         largest = int(ids.max(initial=0))
         if largest > self._largest_id:
@@ -70,6 +75,7 @@ class StoreWriter:
         """Append a whole sample: ids and mask of the same length."""
         self.extend(ids)
         self._put("trained", trained)
+        self._fingerprint.update(np.ascontiguousarray(trained, dtype=np.uint8).data)
         self._end(int(trained[1:].sum()), file, line, content_hash)
 
     def finish(self, meta: dict[str, Any]) -> None:
@@ -94,7 +100,10 @@ class StoreWriter:
         self.targets += targets
         self.samples += 1
         self._open_tokens = 0
-        row = {"ends": self.tokens, "targets": targets, "hashes": content_hash, "files": file, "lines": line}
+        fingerprint = int.from_bytes(self._fingerprint.digest(), "little")
+        self._fingerprint = hashlib.blake2b(digest_size=8)
+        row = {"ends": self.tokens, "targets": targets, "hashes": content_hash, "fingerprints": fingerprint}
+        row |= {"files": file, "lines": line}
         for column, value in row.items():
             self._put(column, np.array([value], dtype=_COLUMNS[column]))
 
@@ -151,6 +160,10 @@ class TokenStore:
     @cached_property
     def hashes(self) -> np.ndarray:
         return self._map("hashes")
+
+    @cached_property
+    def fingerprints(self) -> np.ndarray:
+        return self._map("fingerprints")
 
     def run(self, sample: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """A run of a sample's tokens, from `offset`: ids (uint32), and which are targets (bool); its first token never is."""

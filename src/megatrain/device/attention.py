@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
+import torch.utils.deterministic
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -51,11 +56,16 @@ def measured_backends(
 
     found = []
     for backend in CANDIDATES:
-        try:
-            with sdpa_kernel(backend):
-                found.append((backend, statistics.median(elapsed_ms(run) for _ in range(5))))
-        except RuntimeError as error:
-            logger.debug("attention backend %s is not available: %s", backend.name, error)
+        # torch says why a backend cannot be used, warning by warning
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                with sdpa_kernel(backend):
+                    found.append((backend, statistics.median(elapsed_ms(run) for _ in range(5))))
+            except RuntimeError as error:
+                logger.debug("attention backend %s is not available: %s", backend.name, error)
+        for text in dict.fromkeys(str(warning.message) for warning in told):
+            logger.debug("attention backend %s: %s", backend.name, text)
     return tuple(sorted(found, key=lambda pair: pair[1]))
 
 
@@ -78,3 +88,28 @@ def fastest_attention(order: tuple[SDPBackend, ...]) -> Iterator[None]:
     rest = [SDPBackend.MATH, *(b for b in CANDIDATES if b not in order)]
     with sdpa_kernel([*order, *rest], set_priority=True):
         yield
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Inside, operations give the same bits every time, or warn if they cannot.
+
+    The backward kernels of cuDNN and flash attention add in no fixed order, whatever torch is asked for; the memory-efficient
+    and the plain one do not. Flex attention, whose kernels are the compiler's, is deterministic.
+    """
+    # The size that torch takes anyway, but without the variable it warns at every product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    setting: Any = torch.utils.deterministic  # a module that is an instance of a class with this property
+    fills = setting.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    setting.fill_uninitialized_memory = False  # a debugging aid that writes all new memory once more
+    try:
+        with (
+            sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True),
+            inductor_config.patch(deterministic=True),
+        ):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        setting.fill_uninitialized_memory = fills

@@ -155,5 +155,5 @@ class GpuMeter:
             self._disable(error)
 
     def _disable(self, error: Exception) -> None:
-        logger.info("NVML error (%s): no GPU utilisation in the metrics", error)
+        logger.debug("NVML error (%s): no GPU utilisation in the metrics", error)
         self._handle = None

@@ -1,8 +1,9 @@
 """Activation offload: layer inputs stay in pinned host memory until their backward.
 
 [Note: offloaded input lifetime]
-    forward    `put` queues the copy to the host on d2h, after the kernels that made the tensor; its device memory is free when
-               the copy ends
+    forward    `put` queues the copy to the host on d2h, after the kernels that made the tensor. Its device memory is held until
+               the input after the next one is put: then compute waits for the copy, and its next kernels may use the memory. So
+               at most `IN_FLIGHT` inputs wait for the link, however far the host runs ahead of the device
     backward   `prefetch` queues the copy back on h2d, one layer ahead; `take` makes compute wait for it
 Each layer has one buffer in host memory, written and read once per accumulation step. A backward's copy back waits for the copy
 to the host, and the next accumulation step's copy to the host waits for that copy back.
@@ -10,6 +11,7 @@ to the host, and the next accumulation step's copy to the host waits for that co
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ from megatrain.device.streams import Event, Streams
 from megatrain.host_memory.arena import Arena, PinRefused, page_ceil
 
 logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 2
+"""Inputs on the device whose copy to the host may not have ended; the planner's formulas count them."""
 
 
 @dataclass
@@ -41,6 +46,7 @@ class InputStore:
         self.layers = frozenset(layers)
         self._buffers: dict[int, tuple[Arena, torch.Tensor]] = {}
         self._inputs: dict[int, _Offloaded] = {}
+        self._leaving: collections.deque[tuple[torch.Tensor, Event]] = collections.deque()
         self._pins = True  # until the system refuses
         self.out_bytes = self.back_bytes = 0
 
@@ -54,6 +60,7 @@ class InputStore:
 
     def put(self, layer: int, tensor: torch.Tensor) -> None:
         """Queue the copy of `tensor` to the host. Asynchronous; the caller may drop the tensor at once."""
+        self._make_room()
         tensor = tensor.detach()  # a copy with autograd history would keep the device memory alive
         host = self._buffer(layer, tensor)
         previous, written = self._inputs.get(layer), self._streams.event()
@@ -62,10 +69,23 @@ class InputStore:
         self._streams.mark_compute(written)
         with self._streams.copying("d2h", written, offloaded.out, f"input {layer}", tensor.nbytes):
             host.copy_(tensor.reshape(-1), non_blocking=True)
-        if self._streams.d2h is not None:
-            tensor.record_stream(self._streams.d2h)
+        self._leaving.append((tensor, offloaded.out))
         self.out_bytes += tensor.nbytes
         self._inputs[layer] = offloaded
+
+    def _make_room(self) -> None:
+        """Release the oldest inputs beyond `IN_FLIGHT` - 1; kernels launched from now on run behind their copies."""
+        while len(self._leaving) >= IN_FLIGHT:
+            tensor, out = self._leaving.popleft()
+            self._streams.compute_waits(out, "inputs")
+            del tensor  # not before the wait: its memory is free for the next kernel of compute
+
+    def end_forward(self) -> None:
+        """No input follows: the memory of the last ones is free when their copies end. Compute does not wait for them."""
+        while self._leaving:
+            tensor, _ = self._leaving.popleft()
+            if self._streams.d2h is not None:
+                tensor.record_stream(self._streams.d2h)
 
     def prefetch(self, layer: int) -> None:
         """Queue the copy back to the device unless it is queued already; ignores other layers. Asynchronous."""
@@ -96,10 +116,12 @@ class InputStore:
     def abandon(self) -> None:
         """Drop the inputs of a failed step. The device must be idle."""
         self._inputs = {}
+        self._leaving.clear()
 
     def close(self) -> None:
         arenas = [arena for arena, _ in self._buffers.values()]
         self._inputs, self._buffers = {}, {}
+        self._leaving.clear()
         for arena in arenas:
             arena.close()
 

@@ -2,7 +2,8 @@
 
 [Note: weight slot lifetime]
 A slot is one flat device buffer. It is EMPTY, or it holds the weights of one unit, its owner:
-    EMPTY   --load-->     LOADED   an h2d copy is queued; the owner's weights are valid after the `ready` event
+    EMPTY   --load-->     LOADED   an h2d copy (with several ranks: of this rank's shard, then an all-gather) is queued; the
+                                   owner's weights are valid after the `ready` event
     LOADED  --load-->     LOADED   another owner; the copy waits for `free`, the last kernel that read the old weights
     LOADED  --acquire-->  IN_USE   compute waits for `ready`; kernels that read the slot are being launched
     IN_USE  --release-->  LOADED   `free` is recorded after those kernels; the weights stay valid and can be acquired again
@@ -19,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from megatrain.device.shards import ALONE, Shards
 from megatrain.device.streams import Event, Streams
 from megatrain.host_memory.arena import two_pinned
 
@@ -29,13 +31,13 @@ class DirectCopier:
     Both copiers queue the copy on h2d after the event `after`, mark its end with `done`, and return at once.
     """
 
-    def __init__(self, streams: Streams):
-        self._streams = streams
+    def __init__(self, streams: Streams, shards: Shards = ALONE):
+        self._streams, self._shards = streams, shards
 
     def copy(self, target: Tensor, source: Tensor, after: Event, done: Event, what: str = "") -> None:
-        """Queue target.copy_(source). `what` names the copy in the recorded spans."""
+        """Queue `Shards.fill(target, source)`. `what` names the copy in the recorded spans."""
         with self._streams.copying("h2d", after, done, what, source.nbytes):
-            target.copy_(source, non_blocking=True)
+            self._shards.fill(target, source)
 
     def close(self) -> None:
         pass
@@ -45,10 +47,11 @@ class StagedCopier:
     """Copies planes from pageable memory through two pinned staging buffers of the largest unit's size.
 
     A thread packs one buffer while the DMA of the other is in flight; it packs a buffer again after the DMA's event `sent`.
+    The thread queues planes on the device, too, which need no packing: all loads keep their order.
     """
 
-    def __init__(self, streams: Streams, nbytes: int):
-        self._streams = streams
+    def __init__(self, streams: Streams, nbytes: int, shards: Shards = ALONE):
+        self._streams, self._shards = streams, shards
         self._arenas = two_pinned(nbytes)
         self._sent = [streams.event(), streams.event()]
         self._turn = 0
@@ -59,16 +62,20 @@ class StagedCopier:
         return sum(arena.pinned_bytes for arena in self._arenas)
 
     def copy(self, target: Tensor, source: Tensor, after: Event, done: Event, what: str = "") -> Future[None]:
-        """Queue target.copy_(source). Wait for the future first, then for `done`."""
+        """Queue `Shards.fill(target, source)`. Wait for the future first, then for `done`."""
         return self._packer.submit(self._pack_and_send, target, source, after, done, what)
 
     def _pack_and_send(self, target: Tensor, source: Tensor, after: Event, done: Event, what: str) -> None:
+        if source.device.type != "cpu":
+            with self._streams.copying("h2d", after, done, what, source.nbytes):
+                self._shards.fill(target, source)
+            return
         turn, self._turn = self._turn, 1 - self._turn
         self._sent[turn].synchronize()
         staging = self._arenas[turn].tensor(0, source.numel(), source.dtype)
         staging.copy_(source)
         with self._streams.copying("h2d", after, done, what, staging.nbytes):
-            target.copy_(staging, non_blocking=True)
+            self._shards.fill(target, staging)
         self._sent[turn].record(self._streams.h2d)
 
     def close(self) -> None:
@@ -114,11 +121,15 @@ class Slot:
         """The memory that `acquire` will return; undefined contents until then."""
         return (self._copied if self._cast is None else self._cast)[:numel]
 
-    def load(self, owner: str, source: Tensor) -> None:
-        """Queue the copy of `source` (n,), a unit's hi plane. Asynchronous: `source` must not change before `acquire`."""
+    def load(self, owner: str, source: Tensor, written: Event | None = None) -> None:
+        """Queue the copy of `source` (n,), a unit's hi plane. Asynchronous: `source` must not change before `acquire`.
+
+        `written` comes after the kernels that wrote `source`, if it is on the device.
+        """
         self._expect(SlotState.EMPTY, SlotState.LOADED)
-        target = self._copied[: source.numel()]
-        self._queued = self._copier.copy(target, source, after=self._free, done=self._ready, what=owner)
+        if written is not None:
+            self._streams.h2d_waits(written)
+        self._queued = self._copier.copy(self._copied, source, after=self._free, done=self._ready, what=owner)
         self.owner, self.state = owner, SlotState.LOADED
 
     def acquire(self, numel: int) -> Tensor:

@@ -5,6 +5,7 @@ A layer's gradients are written into one of two staging buffers on the device, t
     FREE     --begin-->  FILLING  compute waits for `free` (the previous copy to the host); the backward writes
     FILLING  --send-->   FREE     `written` is recorded; the copy to the host waits for it and records `free`
 There are two buffers so that the next layer's backward can write while the previous gradients are being copied.
+Where several ranks share the state, `send` first sums the buffer over the ranks, also on d2h, and copies this rank's shard.
 
 [Note: gradient slab lifetime]
 Gradients that cannot be copied straight into a pinned gradient plane go to a slab, which a background job on the host reads:
@@ -19,10 +20,12 @@ from __future__ import annotations
 import collections
 import enum
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
+from megatrain.device.shards import Shards
 from megatrain.device.streams import Event, Streams
 from megatrain.host_memory.arena import Arena
 
@@ -43,6 +46,11 @@ class Staging:
         self.flat = torch.zeros(numel, dtype=dtype, device=streams.device)
         self.state = BufferState.FREE
         self._free, self._written = streams.event(), streams.event()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        return self.flat.nbytes
 
     @classmethod
     def around(cls, streams: Streams, flat: torch.Tensor) -> Staging:
@@ -71,15 +79,87 @@ class Staging:
         assert self.state is BufferState.FILLING, self.state
         self._streams.mark_compute(self._written)
         with self._streams.copying("d2h", self._written, arrived, what, destination.nbytes):
-            destination.copy_(self.flat[: destination.numel()], non_blocking=True)
+            self._move(destination)
             if poison:
                 self.flat.fill_(float("nan"))
         self._free = arrived
         self.state = BufferState.FREE
 
+    def _move(self, destination: torch.Tensor) -> None:
+        """Queue the copy on the current stream."""
+        destination.copy_(self.flat[: destination.numel()], non_blocking=True)
+
     def abandon(self) -> None:
         """Free the buffer after a failed step."""
         self.state = BufferState.FREE
+
+
+class ReducedStaging(Staging):
+    """A staging buffer for the gradient of a whole unit, which `send` sums over the ranks before it leaves.
+
+    What leaves is this rank's shard, in transport type. The sum is in the buffer's own type, fp32: rounding comes after it.
+
+    Args:
+        streams, shards: Of this rank.
+        flat: (numel,) device memory.
+        transport: Type of what leaves.
+        note: Called on d2h with what leaves, before it does: takes its norm.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        shards: Shards,
+        flat: torch.Tensor,
+        transport: torch.dtype,
+        note: Callable[[torch.Tensor], object],
+    ):
+        super().__init__(streams, 0, flat.dtype)
+        self._shards, self._note = shards, note
+        self.flat = flat
+        self._reduced = torch.empty(flat.numel() // shards.shard.count, dtype=flat.dtype, device=streams.device)
+        self._rounded = self._reduced if transport == flat.dtype else torch.empty_like(self._reduced, dtype=transport)
+        self._adds = False
+
+    @classmethod
+    def once(
+        cls,
+        streams: Streams,
+        shards: Shards,
+        flat: torch.Tensor,
+        transport: torch.dtype,
+        note: Callable[[torch.Tensor], object],
+    ) -> ReducedStaging:
+        """Like `Staging.around`: for one `send` of memory that is filled already; the caller may drop it afterwards."""
+        staging = cls(streams, shards, flat, transport, note)
+        staging.state = BufferState.FILLING
+        if streams.d2h is not None:
+            for memory in (flat, staging._reduced, staging._rounded):
+                memory.record_stream(streams.d2h)
+        return staging
+
+    @property
+    def nbytes(self) -> int:
+        rounded = 0 if self._rounded is self._reduced else self._rounded.nbytes
+        return self.flat.nbytes + self._reduced.nbytes + rounded
+
+    def send_to_device(self, plane: torch.Tensor, arrived: Event, first: bool, poison: bool = False) -> None:
+        """Like `send`, to this rank's shard of a resident gradient plane: overwrite it (`first`) or add to it."""
+        self._adds = not first
+        self.send(plane, arrived, poison)
+        self._adds = False
+
+    def _move(self, destination: torch.Tensor) -> None:
+        reduced = self._reduced[: destination.numel()]
+        self._shards.reduce(reduced, self.flat)
+        rounded = self._rounded[: destination.numel()]
+        if rounded.dtype != reduced.dtype:
+            rounded.copy_(reduced)
+        self._note(rounded)
+        if self._adds:
+            destination.add_(rounded)
+        else:
+            destination.copy_(rounded, non_blocking=True)
 
 
 class Slab:

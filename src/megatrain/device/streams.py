@@ -7,6 +7,7 @@ h2d      Weight copies, host to device. A copy into a slot waits for the slot's 
 d2h      Gradient copies, device to host. A copy waits for the `written` event of its staging buffer (the backward that filled
          it); compute waits for the staging buffer's `free` event (the copy) before it writes there again. A host thread that
          reads the gradient waits for `arrived` (the same copy).
+Where several ranks share the state, h2d also gathers weights and d2h sums gradients: [Note: collectives of a step] in shards.py.
 
 Nothing else synchronises: timing events are read only after the host has waited for the step anyway (device/meter.py). The host
 thread blocks in three places only: for a unit's optimizer update (before its weights are copied), for a free gradient slab, and
@@ -65,17 +66,21 @@ class Streams:
 
     Args:
         disturb: Called with the name of a stream after work was queued on it; tests use it to delay streams at random.
+        collectives: The copy streams also run kernels, which must not queue behind those of compute: they get priority.
 
     Attributes:
         spans: Times of copies and waits; off by default.
     """
 
-    def __init__(self, device: torch.device, disturb: Callable[[str, Streams], None] | None = None):
+    def __init__(
+        self, device: torch.device, disturb: Callable[[str, Streams], None] | None = None, collectives: bool = False
+    ):
         self.device = device
         self.cuda = device.type == "cuda"
         self._disturb = disturb or (lambda name, streams: None)
         self.compute = torch.cuda.current_stream(device) if self.cuda else None
-        self.h2d, self.d2h = (torch.cuda.Stream(device) if self.cuda else None for _ in range(2))
+        priority = -1 if collectives else 0
+        self.h2d, self.d2h = (torch.cuda.Stream(device, priority) if self.cuda else None for _ in range(2))
         self.spans = SpanRecorder(device, self.compute)
 
     def event(self) -> Event:
@@ -110,6 +115,11 @@ class Streams:
             done.record(stream)
         else:  # on a CPU the computing thread does the copy, so it waits for it
             self.spans.end("wait", "weights" if direction == "h2d" else "gradients", start, None)
+
+    def h2d_waits(self, event: Event) -> None:
+        """Make copies queued on h2d from now on start after `event`. Asynchronous."""
+        if self.h2d is not None:
+            self.h2d.wait_event(event)  # type: ignore[arg-type]
 
     def compute_waits(self, event: Event, why: Wait) -> None:
         """Make kernels launched on compute from now on start after `event`. Asynchronous."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +15,7 @@ from torch import nn
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.engine import batches
+from megatrain.engine.batches import BatchShape
 from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.errors import EngineClosed, UserError
 from megatrain.metrics.record import MeshRecord, PipelineRecord
@@ -21,10 +23,12 @@ from megatrain.metrics.spans import Span
 from megatrain.models.build import (
     build_from_memory,
     build_meta_model,
+    dropout_keys,
     load_model_config,
     refuse_no_causal_lm,
     refuse_router_loss,
 )
+from megatrain.models.rope import scaling_by_length
 from megatrain.models.structure import Structure
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import OptimizerSpec, unmatched_groups
@@ -91,6 +95,9 @@ class Engine(ABC):
         config: The model's Hugging Face config.
         structure: The model's units and parameter names.
         device: The device that computes.
+        start_seconds: Where the time of its construction went, by name.
+        shipped: Content of files by name that checkpoints get instead of the model folder's; None leaves a file out.
+        watch: (kind, name) -> a context manager around that section of the work, for a watchdog.
     """
 
     config: Any
@@ -103,7 +110,12 @@ class Engine(ABC):
         self.seed = seed
         self.step = 0
         self.updates = 0
+        self.start_seconds: dict[str, float] = {}
+        self.shipped: dict[str, bytes | None] = {}
+        self.watch: Callable[..., AbstractContextManager[Any]] = unwatched
         self._closed = False
+        self._shapes: tuple[BatchShape | None, BatchShape | None] = (None, None)
+        """What batches of training and of evaluation are padded to; None: they are computed as they come."""
 
     @abstractmethod
     def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
@@ -169,12 +181,13 @@ class Engine(ABC):
         """Abort the save in progress, if any, and remove what it has written."""
 
     @abstractmethod
-    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, wait: bool = True, convert_states: bool = False) -> dict[str, Any]:
         """Restore weights, moments and step counters from a checkpoint.
 
         Args:
             folder: A complete checkpoint of this model.
             wait: False lets the engine return before all units are read, where it can read them during the next step.
+            convert_states: Convert optimizer states that are stored in another type (fp32, bf16) than the optimizer's.
 
         Returns:
             The `extra` it was saved with.
@@ -236,11 +249,19 @@ class Engine(ABC):
         if self._closed:
             raise EngineClosed("the engine is closed")
 
-    def _checked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
+    def _checked(self, batch: Batch, training: bool = True) -> tuple[dict[str, torch.Tensor], int]:
         """The validated batch in the form the engine computes, and its number of target tokens. See `batches.checked`."""
         self._refuse_closed()
         vocabulary = self.config.get_text_config().vocab_size
-        return batches.checked(batch, vocabulary, batches.most_positions(self.config), self.objective.batch_keys)
+        positions, keys = batches.most_positions(self.config), self.objective.batch_keys
+        found, tokens = batches.checked(batch, vocabulary, positions, keys, scaling_by_length(self.config) is not None)
+        shape = self._shapes[0 if training else 1]
+        return found if shape is None else shape.padded(found), tokens
+
+
+def unwatched(kind: str, name: str | None = None) -> AbstractContextManager[Any]:
+    """`Engine.watch` without a watchdog."""
+    return nullcontext()
 
 
 def check_learning_rate(learning_rate: float | None) -> None:
@@ -254,6 +275,16 @@ def skip_reason(loss: float, norm: float) -> str | None:
     if not math.isfinite(loss):
         return "loss is not finite"
     return None if math.isfinite(norm) else "gradient norm is not finite"
+
+
+def refuse_dropout(config: Any) -> None:
+    """Raise a UserError if the model draws random numbers: ranks would draw others than one process."""
+    for name in dropout_keys(config.get_text_config()):
+        raise UserError(
+            "random numbers would depend on the number of ranks",
+            name,
+            "set it to 0, or train on one device (run.gpus: 1)",
+        )
 
 
 def refuse_unmatched_groups(structure: Structure, optim: OptimizerSpec) -> None:

@@ -1,11 +1,26 @@
-"""Validation of batches, before anything is computed."""
+"""Batches before anything is computed: validation, and padding to a declared shape.
+
+[Note: one shape]
+Compiled code is made for one shape of its inputs, and another shape costs seconds to minutes of compilation in the middle of a
+run. So a run declares the shapes of its batches (`BatchShape`), and a smaller batch (the last one of an epoch or of a
+validation set, or unpacked rows that are all short) is padded with rows and tokens that no target depends on. Loss and gradients
+stay the same sums, because they are counted over targets.
+
+[Note: masks that change nothing]
+An attention mask that hides only the ends of rows does not change a causal model at any target, since no earlier token sees a
+later one. It is dropped: without a mask, Hugging Face takes its plain causal path, which is faster, and the code does not depend
+on whether some row of the batch happens to be short. But where rotary frequencies depend on the length of a document
+(`models/rope.py`), padding would lengthen it. Then padding becomes a separate document, in every batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatrain.engine.objective import IGNORED, find_targets
 from megatrain.errors import UserError
@@ -13,22 +28,67 @@ from megatrain.errors import UserError
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "attention_mask")
 
 
+@dataclass(frozen=True)
+class BatchShape:
+    """The shape of all batches of one purpose. See [Note: one shape].
+
+    Attributes:
+        rows: Rows of a batch, at most.
+        lengths: Tokens of a row, ascending: a batch is padded to the first that holds its rows.
+        packed: Whether rows hold several documents.
+    """
+
+    rows: int
+    lengths: tuple[int, ...]
+    packed: bool = False
+
+    def padded(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A checked batch with this shape. A batch that is larger already stays as it is."""
+        rows, tokens = batch["input_ids"].shape
+        length = next((length for length in self.lengths if length >= tokens), tokens)
+        below, right = max(0, self.rows - rows), length - tokens
+        if not below and not right:
+            return dict(batch)
+        fill = {"labels": IGNORED}
+        padded = {name: F.pad(tensor, (0, right, 0, below), value=fill.get(name, 0)) for name, tensor in batch.items()}
+        if "position_ids" in padded:  # padding is a separate document
+            padded["position_ids"][:rows, tokens:] = torch.arange(right)
+            padded["position_ids"][rows:] = torch.arange(length)
+        if "attention_mask" in padded:
+            padded["attention_mask"][rows:] = 1
+        return padded
+
+    def example(self, length: int) -> dict[str, torch.Tensor]:
+        """A checked batch of this shape in which every token is token 0, rows of `length` tokens."""
+        ids = torch.zeros(self.rows, length, dtype=torch.int64)
+        if not self.packed:
+            return {"input_ids": ids, "labels": ids}
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "position_ids": (torch.arange(length) % -(-length // 2)).expand_as(ids),
+        }
+
+
 def checked(
     batch: Mapping[str, torch.Tensor],
     vocabulary: int,
     most_positions: int | None = None,
     more_keys: Sequence[str] = (),
+    by_length: bool = False,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Validate a batch and bring it into the form that engines compute.
 
-    Document ids become positions that restart, by which HF's code tells documents apart. Default positions (0..T-1 in every row)
-    are dropped, because without them HF takes its plain causal path, and so is a mask that hides nothing.
+    Document ids become positions that restart, by which HF's code tells documents apart. Positions given as 0..T-1 in every row
+    are dropped, because without them HF takes its plain causal path. Positions that follow from document ids stay, so that all
+    batches of packed rows run the same code. For masks see [Note: masks that change nothing].
 
     Args:
         batch: int64 CPU tensors of one shape (rows, T).
         vocabulary: Number of token ids.
         most_positions: Positions that the model has a table for; None: no limit.
         more_keys: The objective's `batch_keys`: tensors of any type, of the same shape.
+        by_length: Whether the model's rotary frequencies depend on the length of a document.
 
     Returns:
         (`input_ids`, `labels`, the objective's tensors and where needed `position_ids`, `attention_mask`; number of target
@@ -58,17 +118,35 @@ def checked(
     if (mask := tensors.get("attention_mask")) is not None:
         _check_mask(mask)
     document_ids = tensors.pop("document_ids", None)
+    if document_ids is None and by_length:
+        document_ids = _documents(tensors)
     if document_ids is not None:
         tensors["position_ids"] = _positions(document_ids, tensors.get("position_ids"))
     positions = tensors.get("position_ids")
-    if positions is not None and torch.equal(positions, torch.arange(shape[1]).expand(shape)):
+    plain = positions is not None and torch.equal(positions, torch.arange(shape[1]).expand(shape))
+    if plain and document_ids is None:
         del tensors["position_ids"]
     mask = tensors.get("attention_mask")
-    if mask is not None and bool(mask.all()):
+    if mask is not None and _hides_only_ends(mask, tensors["labels"]):
         del tensors["attention_mask"]
     if "attention_mask" in tensors and "position_ids" in tensors and document_ids is not None:
         raise UserError("document_ids and attention_mask together", "batch", "make the padding a separate document")
     return tensors, len(find_targets(tensors["labels"]))
+
+
+def rows_of_rank(batch: Mapping[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """A rank's share of the rows of a checked batch, in the order of the batch.
+
+    All shares have the same number of rows, so that all ranks compute the same passes over the same shapes: a share that would
+    be shorter repeats the last row, without targets.
+    """
+    rows = len(batch["input_ids"])
+    share = -(-rows // ranks)
+    index = torch.arange(rank * share, (rank + 1) * share)
+    repeated = index >= rows
+    part = {name: tensor[index.clamp(max=rows - 1)] for name, tensor in batch.items()}
+    part["labels"][repeated] = IGNORED
+    return part
 
 
 def most_positions(config: Any) -> int | None:
@@ -108,11 +186,36 @@ def _check_mask(mask: torch.Tensor) -> None:
         raise UserError("hides every token of the row", where, "leave the row out, or give it a token without a label")
 
 
+def _hides_only_ends(mask: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether a mask hides nothing but tokens behind the last target of their row. See [Note: masks that change nothing]."""
+    at_end = not bool((mask[:, 1:] > mask[:, :-1]).any())
+    return at_end and not bool(((mask == 0) & (labels != IGNORED)).any())
+
+
 def _refuse_where(wrong: torch.Tensor, values: torch.Tensor, name: str, what: str, remedy: str) -> None:
     """Raise for the first wrong value, with its place; `what` says why it is wrong."""
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])
         raise UserError(f"holds {int(values[row, column])}, {what}", f"batch[{name!r}][{row}, {column}]", remedy)
+
+
+def _documents(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Document ids by positions that restart, and with padding as a document, whose mask is removed.
+
+    None if a mask has holes: such a row is one document.
+    """
+    ids, mask, positions = (tensors.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    assert ids is not None
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    if mask is not None:
+        begins = mask[:, 1:] > mask[:, :-1]
+        if bool((begins.sum(dim=1) + mask[:, 0] > 1).any()):
+            return None
+        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+        del tensors["attention_mask"]
+    if positions is not None:
+        starts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+    return starts.cumsum(dim=1)
 
 
 def _positions(document_ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
     verify_family    loss and every gradient, as an engine computes them, against plain Hugging Face
     verify_packing   documents packed into one row against the same documents alone, in plain Hugging Face
+    verify_padding   documents of different lengths in one batch against the same documents alone
     token_wise       which modules of the family compute each token by itself, so that long rows may be computed in chunks
 
 All in fp32 on the CPU, in a fraction of a second each. The first two raise a `UserError` for what differs or cannot run, so that
@@ -11,7 +12,8 @@ nothing is silently trained wrong.
 A tiny copy has the family's own code, switches and kinds of layers, but small widths, few layers and a small vocabulary.
 Sizes depend on each other in ways that only the family knows (rotary tables as wide as a head, groups of experts), so there are
 several recipes, from the smallest on, and the copy is the first model that plain Hugging Face can run. A recipe that gives a
-model of more than `MOST_PARAMETERS` is not built.
+model of more than `MOST_PARAMETERS` is not built. Where rotary frequencies depend on the length of a document, the length from
+which on they change is shortened too, so that documents of the check lie on both sides; see `models/rope.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from megatrain.engine.base import Engine
 from megatrain.errors import MegatrainError, UserError
 from megatrain.models.chunked_mlp import ModuleKey, find_token_wise
+from megatrain.models.folder import offline
+from megatrain.models.rope import by_length, rope_parameters_of, scaling_by_length, separate_lengths
 from megatrain.models.structure import dissect
 
 logger = logging.getLogger(__name__)
@@ -103,6 +107,8 @@ EXPERTS = _sizes({
     4: "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k n_group zero_expert_num",
     2: "topk_group",
 })  # fmt: skip
+ORIGINAL_LENGTH = 8
+"""Tokens from which on rotary frequencies change in a tiny copy: some of `DOCUMENTS` are shorter, one as long, some longer."""
 DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "n_dense_layers")
 """Config fields: the number of layers at the bottom that are of another kind than those above."""
 LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "attention_layers")
@@ -136,7 +142,11 @@ def verify_family(
 
 
 def verify_packing(
-    config: PreTrainedConfig, *, attn_implementation: str | None = None, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    *,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    max_tokens: int | None = None,
 ) -> None:
     """Check that plain Hugging Face keeps packed documents apart: each must get the logits that it gets alone.
 
@@ -146,15 +156,55 @@ def verify_packing(
         config: The config of the model to be trained on packed rows; not changed.
         attn_implementation: The attention implementation that the model will use; None: the family's default.
         trust_remote_code: Whether the family's own code may run.
+        max_tokens: Length of a row; None: any. It matters only where rotary frequencies depend on the length.
 
     Raises:
         UserError: Documents would see each other, or no tiny copy of the config runs.
     """
-    what = _packing_refusal(_Key.of(config), attn_implementation, trust_remote_code)
+    _verify_lengths(config, attn_implementation, trust_remote_code, max_tokens)
+    crosses = _crosses(config, max_tokens)
+    what = _packing_refusal(_Key.of(config), attn_implementation, trust_remote_code, crosses)
     if what is not None:
         raise UserError(
             what, f"model type {config.model_type}", "set data.packing: false, which gives a document per row"
         )
+
+
+def verify_padding(
+    config: PreTrainedConfig,
+    *,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    max_tokens: int | None = None,
+) -> None:
+    """As `verify_packing`, for one document per row: a longer neighbour in the batch, and padding, must change no logits.
+
+    Only models whose rotary frequencies depend on the length are computed; for all others nothing is done.
+    """
+    _verify_lengths(config, attn_implementation, trust_remote_code, max_tokens)
+
+
+def _verify_lengths(
+    config: PreTrainedConfig, attention: str | None, trust_remote_code: bool, max_tokens: int | None
+) -> None:
+    """Raise a UserError if the lengths of other documents change the rotary frequencies of a document."""
+    found = scaling_by_length(config)
+    if found is None or not _crosses(config, max_tokens):
+        return
+    what = _lengths_refusal(_Key.of(config), attention, trust_remote_code)
+    if what is not None:
+        kind, original = found
+        raise UserError(
+            f"the rotary embedding ({kind}) of a document would depend on the lengths of other documents of the step: {what}",
+            f"model type {config.model_type}",
+            f"set data.max_tokens to {original} or less: up to there its frequencies are the same for every length",
+        )
+
+
+def _crosses(config: PreTrainedConfig, max_tokens: int | None) -> bool:
+    """Whether documents of `max_tokens` may be so long that their rotary frequencies change."""
+    found = scaling_by_length(config)
+    return found is not None and (max_tokens is None or max_tokens > found[1])
 
 
 def token_wise(
@@ -169,7 +219,7 @@ def token_wise(
 
 def clear_cache() -> None:
     """Forget all cached answers."""
-    for remembered in (_family_refusal, _packing_refusal, _token_wise):
+    for remembered in (_family_refusal, _packing_refusal, _lengths_refusal, _token_wise):
         remembered.cache_clear()
 
 
@@ -193,27 +243,30 @@ Refusal = tuple[str, str, str | None]
 def _family_refusal(key: _Key, make_engine: MakeEngine, trust_remote_code: bool, tested: bool) -> Refusal | None:
     """Why the family cannot be trained; None if it can."""
     where = f"model type {key.config.model_type}"
-    logger.info("parity check of model type %s on a tiny copy", key.config.model_type)
+    logger.debug("parity check of model type %s on a tiny copy", key.config.model_type)
     try:
         model = tiny_model(key.config, None, trust_remote_code)
     except NoTinyCopy as error:
         if tested:
-            logger.warning("%s: %s; accepted, since the test suite covers its parity", where, error)
+            logger.debug("%s: %s; accepted, since the test suite covers its parity", where, error)
             return None
         return f"{error}, so the family cannot be verified", where, "it is not supported by the host engine yet"
     return _difference(model, make_engine, where)
 
 
 @functools.lru_cache(maxsize=64)
-def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) -> str | None:
-    """Why packed rows cannot be trained; None if they can."""
+def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool, shortened: bool) -> str | None:
+    """Why packed rows cannot be trained; None if they can. `shortened`: as for `tiny_configs`."""
     try:
-        model = tiny_model(key.config, attention, trust_remote_code)
+        model = tiny_model(key.config, attention, trust_remote_code, shortened)
     except NoTinyCopy as error:
         return f"{error}, so nothing is known of packed rows"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__} takes no position_ids, so documents in one row would see each other"
-    error = _packing_error(model.eval())
+    model = model.eval()
+    plain = copy.deepcopy(model)
+    separate_lengths(model)
+    error = _packing_error(model, plain)
     if error <= PACKING_TOLERANCE:
         return None
     used = getattr(model.config, "_attn_implementation", None) or "its own"
@@ -221,6 +274,21 @@ def _packing_refusal(key: _Key, attention: str | None, trust_remote_code: bool) 
         f"documents in one row see each other in transformers {transformers.__version__} with {used} attention "
         f"(logits off by {error:.0e})"
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths_refusal(key: _Key, attention: str | None, trust_remote_code: bool) -> str | None:
+    """How the logits of a document depend on the lengths of others; None if they do not."""
+    try:
+        model = tiny_model(key.config, attention, trust_remote_code).eval()
+    except NoTinyCopy as error:
+        return str(error)
+    plain = copy.deepcopy(model)
+    separate_lengths(model)
+    for name, error in (("packed", _packing_error(model, plain)), ("padded", _padding_error(model, plain))):
+        if error > PACKING_TOLERANCE:
+            return f"logits of {name} documents are off by {error:.0e} in transformers {transformers.__version__}"
+    return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -239,8 +307,8 @@ def _token_wise(key: _Key, attention: str | None, trust_remote_code: bool) -> Ma
     )
 
 
-def _packing_error(model: Any) -> float:
-    """Largest relative difference between the logits of packed documents and those of the same documents alone."""
+def _packing_error(model: Any, plain: Any) -> float:
+    """Largest relative difference between the logits of packed documents and those of the same documents alone in `plain`."""
     generator = torch.Generator().manual_seed(0)
     length = sum(DOCUMENTS[0])
     ids_BT = torch.randint(3, _vocabulary(model), (len(DOCUMENTS), length), generator=generator)
@@ -252,11 +320,36 @@ def _packing_error(model: Any) -> float:
             for row, documents in enumerate(DOCUMENTS[rows]):
                 start = 0
                 for n in documents:
-                    alone_1TV = model(input_ids=ids_BT[row : row + 1, start : start + n], use_cache=False).logits
-                    difference = (packed_BTV[row, start : start + n] - alone_1TV[0]).abs().max() / alone_1TV.abs().max()
-                    worst = max(worst, math.inf if difference.isnan() else difference.item())
+                    alone_1TV = _alone(plain, ids_BT[row : row + 1, start : start + n])
+                    worst = max(worst, _off(packed_BTV[row, start : start + n], alone_1TV[0]))
                     start += n
     return worst
+
+
+def _padding_error(model: Any, plain: Any) -> float:
+    """As `_packing_error`, for documents that are rows of a padded batch."""
+    lengths = [n for row in DOCUMENTS for n in row]
+    width = max(lengths)
+    ids_BT = torch.randint(3, _vocabulary(model), (len(lengths), width), generator=torch.Generator().manual_seed(0))
+    mask_BT = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+    with torch.no_grad():
+        padded_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
+        return max(
+            _off(padded_BTV[row, :n], _alone(plain, ids_BT[row : row + 1, :n])[0]) for row, n in enumerate(lengths)
+        )
+
+
+def _alone(plain: Any, ids_1T: torch.Tensor) -> torch.Tensor:
+    """Logits of one document, by a model that has seen no other: some rotary embeddings remember the longest."""
+    if scaling_by_length(plain.config) is not None:
+        plain = copy.deepcopy(plain)
+    return plain(input_ids=ids_1T, use_cache=False).logits
+
+
+def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    difference = (found - wanted).abs().max() / wanted.abs().max()
+    return math.inf if difference.isnan() else difference.item()
 
 
 # ---------------------------------------------------------------- tiny copies
@@ -266,8 +359,11 @@ class NoTinyCopy(Exception):
     """No tiny copy of a config runs in plain Hugging Face."""
 
 
-def tiny_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Small copies of a config, from the smallest to one that only lowers the vocabulary. See [Note: tiny copies]."""
+def tiny_configs(config: PreTrainedConfig, shortened: bool = True) -> Iterator[PreTrainedConfig]:
+    """Small copies of a config, from the smallest to one that only lowers the vocabulary. See [Note: tiny copies].
+
+    `shortened`: with the length lowered from which on rotary frequencies change.
+    """
     recipes: tuple[Callable[[Any], Mapping[str, int]], ...] = (
         lambda part: WIDTHS | HEADS | LENGTHS | EXPERTS | _few_heads(part) | _in_proportion(part),
         lambda part: WIDTHS | LENGTHS | EXPERTS | _few_heads(part) | _heads_of_full_size(part),
@@ -278,6 +374,8 @@ def tiny_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         tiny = copy.deepcopy(config)
         for part in _parts(tiny):
             _shrink(part, recipe(part))
+            if shortened:
+                _shorten_original_length(part)
         yield tiny
 
 
@@ -373,6 +471,19 @@ def _shrink(config: Any, sizes: Mapping[str, int]) -> None:
         }
 
 
+def _shorten_original_length(config: Any) -> None:
+    """Let rotary frequencies that depend on the length change within the documents of the check."""
+    for rope in rope_parameters_of(config):
+        kind = str(rope.get("rope_type", rope.get("type")))
+        if not by_length(kind):
+            continue
+        if "dynamic" in kind:
+            _set(config, "max_position_embeddings", ORIGINAL_LENGTH)
+        for holder in (rope, vars(config)):
+            if "original_max_position_embeddings" in holder:
+                holder["original_max_position_embeddings"] = ORIGINAL_LENGTH
+
+
 def _keep_first_layers(config: Any) -> None:
     count = _size(config, "num_hidden_layers")
     if not count:
@@ -393,7 +504,7 @@ def _keep_first_layers(config: Any) -> None:
     config.num_hidden_layers = layers
 
 
-def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool) -> Any:
+def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_code: bool, shortened: bool = True) -> Any:
     """The first tiny copy that plain Hugging Face can run. Restores the random state.
 
     Raises:
@@ -401,7 +512,7 @@ def tiny_model(config: PreTrainedConfig, attention: str | None, trust_remote_cod
     """
     state, problems = torch.get_rng_state(), []
     try:
-        for tiny in tiny_configs(config):
+        for tiny in tiny_configs(config, shortened):
             torch.manual_seed(0)
             try:
                 model = _build(tiny, attention, trust_remote_code)
@@ -420,11 +531,12 @@ def _build(config: PreTrainedConfig, attention: str | None, trust_remote_code: b
     """A tiny random model without neutral values: norms differ from 1, biases and router corrections from 0."""
     extra: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **extra}
-    with torch.device("meta"):
+    with offline(), torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"its smallest copy has {size / 1e6:.0f} M parameters")
-    model = AutoModelForCausalLM.from_config(config, **options)
+    with offline():
+        model = AutoModelForCausalLM.from_config(config, **options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
 
-from megatrain.errors import UserError
+from megatrain.engine.batches import BatchShape
+from megatrain.errors import PlanRefused, UserError
 from megatrain.models.structure import Structure
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.units import DTYPE_NAMES, GIB, DtypeName, dtype_name, torch_dtype
@@ -101,10 +102,14 @@ class ExecutionPlan:
             2 bytes a parameter less, but no clipping, no accumulation, and a non-finite step stops the run.
         pin: `all` pins the hi and gradient planes, `staged` copies through small pinned buffers, `auto` falls back from the
             first to the second with a warning.
-        compute_dtype: `auto` is bf16 on a GPU that computes it, else fp32. fp16 scales the loss dynamically.
+        compute_dtype: `auto` is bf16 on a GPU that computes it, else fp32. fp16 scales the loss dynamically. fp64 is for tests:
+            everything is fp64, masters and gradients too.
         grad_transport: Type in which gradients travel to the host; `auto` is fp32 with fp32 compute, else bf16.
         attn_implementation: HF's name of an attention implementation; None: sdpa where the family has it.
         compile: `auto` compiles layers on a GPU (a family that cannot be compiled runs eager, with a warning), `on` everywhere.
+        deterministic: Use only kernels that give the same bits every time (on a GPU).
+        train_shape, eval_shape: Shapes that batches of training and of evaluation are padded to where layers are compiled, and
+            that are compiled while the weights are read; None: batches as they come. See [Note: one shape] in engine/batches.py.
         threads: AdamW threads; None: the cores this process may use, less one.
         host_gib: Limit on host memory; None: what the system says is available.
         device_gib: Limit on this process's device memory, enforced; None: all of it.
@@ -126,10 +131,13 @@ class ExecutionPlan:
     gradient_slabs: int = 12
     gradient_plane: bool = True
     pin: Literal["auto", "all", "staged"] = "auto"
-    compute_dtype: Literal["auto", DtypeName] = "auto"
-    grad_transport: Literal["auto", "bf16", "fp32"] = "auto"
+    compute_dtype: Literal["auto", "fp64", DtypeName] = "auto"
+    grad_transport: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     attn_implementation: str | None = None
     compile: Literal["auto", "on", "off"] = "auto"
+    deterministic: bool = False
+    train_shape: BatchShape | None = None
+    eval_shape: BatchShape | None = None
     threads: int | None = None
     host_gib: float | None = None
     device_gib: float | None = None
@@ -152,8 +160,8 @@ class ExecutionPlan:
 
     # ---------------------------------------------------------------- resolving
 
-    def for_device(self, device: torch.device, optim: OptimizerSpec) -> ExecutionPlan:
-        """The plan with everything resolved that depends on the device alone.
+    def for_device(self, device: torch.device, optim: OptimizerSpec, cores: int | None = None) -> ExecutionPlan:
+        """The plan with everything resolved that depends on the device and this process's `cores` alone; None: all it may use.
 
         Raises:
             UserError: The plan cannot compute in this type, or with this optimizer.
@@ -161,7 +169,7 @@ class ExecutionPlan:
         compute = compute_dtype_of(self.compute_dtype, device)
         transport = self.grad_transport
         if transport == "auto":
-            transport = "fp32" if compute == torch.float32 else "bf16"
+            transport = {torch.float32: "fp32", torch.float64: "fp64"}.get(compute, "bf16")
         problems = []
         if not self.gradient_plane and optim.max_grad_norm is not None:
             problems.append("gradient_plane=False cannot clip: set max_grad_norm=None")
@@ -170,11 +178,11 @@ class ExecutionPlan:
         _refuse(problems)
         return replace(
             self,
-            compute_dtype=dtype_name(compute),
+            compute_dtype="fp64" if compute == torch.float64 else dtype_name(compute),
             grad_transport=transport,
             compile=("on" if device.type == "cuda" else "off") if self.compile == "auto" else self.compile,
-            threads=self.threads
-            or max(1, len(os.sched_getaffinity(0)) - 1),  # one core stays with the launching thread
+            # one core stays with the launching thread
+            threads=self.threads or max(1, (cores or len(os.sched_getaffinity(0))) - 1),
         )
 
     def for_model(self, structure: Structure, vocabulary: int) -> ExecutionPlan:
@@ -223,7 +231,7 @@ class ExecutionPlan:
         """Type of the gradient planes: sums over accumulation steps are fp32. None without planes."""
         if not self.gradient_plane:
             return None
-        return torch.float32 if self.accumulation_steps > 1 else self.transport
+        return torch.promote_types(self.transport, torch.float32) if self.accumulation_steps > 1 else self.transport
 
     @property
     def compiled(self) -> bool:
@@ -276,6 +284,25 @@ class ExecutionPlan:
             return self.with_resident(len(self.resident) // 2)
         return None
 
+    def reduced_by_steps(self, times: int, rows: int, tokens: int) -> ExecutionPlan:
+        """The plan reduced several times for steps of this shape, by what needs no measuring.
+
+        Raises:
+            PlanRefused: It cannot be reduced as often.
+        """
+        plan = self
+        for _ in range(times):
+            shape = plan.step_shape(rows, tokens)
+            smaller = plan.reduced(
+                Shortage(shape, rows, tokens, True, inputs_fit_host=False, sums_fit_host=True, mlps_in_chunks=False)
+            )
+            if smaller is None:
+                raise PlanRefused(
+                    "out of device memory, and no plan needs less\n  -> use shorter rows, or more devices"
+                )
+            plan = smaller
+        return plan
+
     def with_resident(self, most: int) -> ExecutionPlan:
         """The plan with only the first `most` of its resident units on the device."""
         stay = self.resident[:most]
@@ -307,6 +334,8 @@ class ExecutionPlan:
         for name, value in plain.items():
             if isinstance(value, frozenset):
                 plain[name] = sorted(value)
+            elif isinstance(value, BatchShape):
+                plain[name] = asdict(value)
             elif isinstance(value, Mapping):
                 plain[name] = {str(key): word for key, word in value.items()}
         return plain
@@ -325,8 +354,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "placement": get_args(Place),
     "activations": get_args(Policy),
     "pin": ("auto", "all", "staged"),
-    "compute_dtype": ("auto", *DTYPE_NAMES),
-    "grad_transport": ("auto", "bf16", "fp32"),
+    "compute_dtype": ("auto", "fp64", *DTYPE_NAMES),
+    "grad_transport": ("auto", "bf16", "fp32", "fp64"),
     "compile": ("auto", "on", "off"),
 }
 
@@ -379,7 +408,7 @@ def head_chunk_tokens_of(vocabulary: int, compiled: bool) -> int:
     return max(64, 1 << (fitting.bit_length() - 1)) if fitting else 64
 
 
-def compute_dtype_of(name: Literal["auto", DtypeName], device: torch.device) -> torch.dtype:
+def compute_dtype_of(name: Literal["auto", "fp64", DtypeName], device: torch.device) -> torch.dtype:
     """Type of forward and backward: `auto` is bf16 on a GPU that computes it, else fp32."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32

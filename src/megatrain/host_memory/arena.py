@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import MegatrainError, PlanRefused
-from megatrain.units import gib
+from megatrain.units import gib, gibs
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,10 @@ class PinRefused(MegatrainError):
 
     def __init__(self, pinned_bytes: int, asked_bytes: int, code: int, reason: str):
         self.pinned_bytes, self.asked_bytes = pinned_bytes, asked_bytes
+        pinned, asked = gibs(pinned_bytes, asked_bytes)
         super().__init__(
-            f"the system pinned {gib(pinned_bytes)} of host memory and then refused to pin more "
-            f"({gib(asked_bytes)} are needed): CUDA error {code}, {reason}"
+            f"the system pinned {pinned} of host memory and then refused to pin more "
+            f"({asked} are needed): CUDA error {code}, {reason}"
         )
 
 

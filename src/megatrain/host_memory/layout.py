@@ -1,4 +1,4 @@
-"""Flat layouts: offsets of a unit's tensors in its one contiguous range. Pure.
+"""Flat layouts: offsets of a unit's tensors in its one contiguous range, and the shard of it that a rank owns. Pure.
 
 All planes of a unit share the layout, so one large copy moves a unit and one kernel updates it.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 ALIGN_ELEMENTS = 64
 """Tensors start at multiples of this: 128 bytes in bf16, for matrix kernels and vector loads."""
+SHARD_ELEMENTS = 256
+"""Shards are multiples of this: 512 bytes in bf16, for aligned copies and collectives."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,33 @@ class FlatLayout:
         assert flat.numel() == self.numel and flat.is_contiguous(), (flat.numel(), self.numel, flat.stride())
         start = flat.storage_offset()
         return {name: flat.as_strided(shape, stride, start + offset) for name, shape, stride, offset in self._strided}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` equal ranges of every unit's flat range, the one with this `index`. With one range it is the unit.
+
+    A shard cuts through tensors. Layouts must be `padded`.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def padded(self, layout: FlatLayout) -> FlatLayout:
+        """The layout with its last gap widened until it can be cut; unchanged for one shard."""
+        if self.count == 1:
+            return layout
+        step = self.count * SHARD_ELEMENTS
+        return replace(layout, numel=-(-layout.numel // step) * step)
+
+    def numel(self, layout: FlatLayout) -> int:
+        """Elements of the shard of a unit, padding included."""
+        assert layout.numel % self.count == 0, (layout.numel, self.count)
+        return layout.numel // self.count
+
+    def start(self, layout: FlatLayout) -> int:
+        """First element of the shard in the unit's flat range."""
+        return self.index * self.numel(layout)
+
+
+WHOLE = Shard()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.host_memory.arena import Arena, page_ceil
-from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.layout import WHOLE, FlatLayout, Shard
 
 # Bounds the int32 temporaries to a few times 16 MiB.
 _BLOCK_NUMEL = 1 << 22
@@ -58,7 +58,7 @@ def _blocks(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> Iterato
 
 @dataclass
 class UnitPlanes:
-    """The planes of one unit: flat tensors (layout.numel,).
+    """The planes of one unit, or of this rank's shard of it: flat tensors (n,) of equal length.
 
     Attributes:
         hi, lo: The master, see [Note: exact split]; hi is the compute weight. If lo is None, hi is the fp32 master itself.
@@ -66,6 +66,7 @@ class UnitPlanes:
         grad: Gradient of the step, bf16 or fp32. None if the update is fused with the arrival of gradients; a resident unit's
             gradient exists only from its backward to its update.
         resident: The planes are on the training device instead of in host memory.
+        start: Element of the layout's range that is element 0 of the planes: 0 unless they are a shard.
     """
 
     name: str
@@ -75,35 +76,57 @@ class UnitPlanes:
     states: dict[str, torch.Tensor]
     grad: torch.Tensor | None = None
     resident: bool = False
+    start: int = 0
 
     @classmethod
     def of(
-        cls, name: str, layout: FlatLayout, planes: Mapping[str, torch.Tensor], resident: bool = False
+        cls,
+        name: str,
+        layout: FlatLayout,
+        planes: Mapping[str, torch.Tensor],
+        resident: bool = False,
+        start: int = 0,
     ) -> UnitPlanes:
         """A unit from planes by kind: hi, optionally lo and grad; all others are states."""
         states = {kind: plane for kind, plane in planes.items() if kind not in ("hi", "lo", "grad")}
-        return cls(name, layout, planes["hi"], planes.get("lo"), states, planes.get("grad"), resident)
+        return cls(name, layout, planes["hi"], planes.get("lo"), states, planes.get("grad"), resident, start)
+
+    @property
+    def numel(self) -> int:
+        """Elements of each plane."""
+        return self.hi.numel()
+
+    def part(self, name: str) -> tuple[slice, slice]:
+        """The part of one tensor that lies in the planes: in the flattened tensor, and in the planes. May be empty."""
+        entry = self.layout.by_name[name]
+        first, end = max(entry.offset, self.start), min(entry.end, self.start + self.numel)
+        end = max(first, end)
+        return slice(first - entry.offset, end - entry.offset), slice(first - self.start, end - self.start)
 
     def read_master(self, name: str) -> torch.Tensor:
-        """The exact fp32 master of one tensor, as a new CPU tensor."""
+        """The exact fp32 master of one tensor, as a new CPU tensor. The planes must hold the whole unit."""
         hi = self.layout.view(self.hi, name)
         master = hi.clone() if self.lo is None else join(hi, self.layout.view(self.lo, name))
         return master.cpu()
 
     def write_master(self, name: str, value: torch.Tensor) -> None:
-        """Set one tensor's master from any floating dtype, widened to fp32."""
-        hi = self.layout.view(self.hi, name)
-        assert value.shape == hi.shape, (name, tuple(value.shape), tuple(hi.shape))
-        master = value.detach().to(torch.float32).contiguous()
+        """Set one tensor's master, or the part that the planes hold, from any floating dtype, widened to the master's."""
+        shape = self.layout.by_name[name].shape
+        assert value.shape == shape, (name, tuple(value.shape), shape)
+        wanted, own = self.part(name)
+        hi = self.hi[own]
+        value = value.detach().contiguous().view(-1)[wanted]
         if self.lo is None:
-            hi.copy_(master)
-        elif master.device == hi.device:
-            split_(master, hi, self.layout.view(self.lo, name))
+            hi.copy_(value.to(hi.dtype))
+            return
+        lo, master = self.lo[own], value.to(torch.float32)
+        if master.device == hi.device:
+            split_(master, hi, lo)
         else:  # split on the value's device, a GPU: faster than on the CPU
-            halves = torch.empty_like(master, dtype=hi.dtype), torch.empty_like(master, dtype=self.lo.dtype)
+            halves = torch.empty_like(master, dtype=hi.dtype), torch.empty_like(master, dtype=lo.dtype)
             split_(master, *halves)
             hi.copy_(halves[0])
-            self.layout.view(self.lo, name).copy_(halves[1])
+            lo.copy_(halves[1])
 
     def state(self) -> dict[str, torch.Tensor]:
         """The planes that make up a checkpoint, by kind: hi, lo if there is one, and the optimizer's states."""
@@ -112,7 +135,7 @@ class UnitPlanes:
 
 
 class HostStore:
-    """Planes of all units.
+    """Planes of all units, or of one shard of each.
 
     Args:
         layouts: (unit name, layout) in forward order.
@@ -120,6 +143,8 @@ class HostStore:
         states: Storage type of each optimizer state: `OptimizerSpec.state_dtypes`.
         grad_dtype: Type of the gradient planes, None for no gradient planes.
         resident: Units whose planes live on `device`, the training device.
+        shard: The part of every unit that is held here.
+        whole_dtype: Type of masters that are not split.
 
     Attributes:
         units: Planes by unit name, in forward order.
@@ -134,13 +159,16 @@ class HostStore:
         grad_dtype: torch.dtype | None,
         resident: Collection[str] = (),
         device: torch.device | None = None,
+        shard: Shard = WHOLE,
+        whole_dtype: torch.dtype = torch.float32,
     ):
+        self.shard = shard
         self.split = split
         self.grad_dtype = grad_dtype
         self._layouts = [(name, layout) for name, layout in layouts if name not in resident]
         self._arenas: dict[str, Arena] = {}
         self._moved: list[tuple[str, Arena]] = []  # (kind, arena) of single units that have left the device
-        self.dtypes = {"hi": torch.bfloat16 if split else torch.float32, **states}
+        self.dtypes = {"hi": torch.bfloat16 if split else whole_dtype, **states}
         if split:
             self.dtypes["lo"] = torch.int16
         if grad_dtype is not None:
@@ -150,17 +178,18 @@ class HostStore:
         for name, layout in layouts:
             if name in resident:
                 kinds = {kind: dtype for kind, dtype in self.dtypes.items() if kind != "grad"}
-                planes = {k: torch.zeros(layout.numel, dtype=t, device=device) for k, t in kinds.items()}
+                planes = {k: torch.zeros(shard.numel(layout), dtype=t, device=device) for k, t in kinds.items()}
             else:
                 planes = {kind: next(tensors) for kind, tensors in on_host.items()}
-            self.units[name] = UnitPlanes.of(name, layout, planes, resident=name in resident)
+            self.units[name] = UnitPlanes.of(name, layout, planes, name in resident, shard.start(layout))
 
     def on_host(self, name: str) -> UnitPlanes:
         """The unit's planes for reading on the CPU; of a resident unit a copy."""
         planes = self.units[name]
         if not planes.resident:
             return planes
-        return UnitPlanes.of(name, planes.layout, {kind: plane.cpu() for kind, plane in planes.state().items()})
+        copies = {kind: plane.cpu() for kind, plane in planes.state().items()}
+        return UnitPlanes.of(name, planes.layout, copies, start=planes.start)
 
     @contextlib.contextmanager
     def restoring(self, name: str) -> Iterator[UnitPlanes]:
@@ -218,7 +247,7 @@ class HostStore:
             new[kind] = self._own_plane(kind, unit.layout)
             if kind in old:
                 new[kind].copy_(old[kind])
-        vars(unit).update(vars(UnitPlanes.of(name, unit.layout, new)))
+        vars(unit).update(vars(UnitPlanes.of(name, unit.layout, new, start=unit.start)))
 
     def widen_gradients(self) -> None:
         """Replace the gradient planes by fp32 ones, for accumulation. Their contents are lost; nothing may be using them."""
@@ -245,18 +274,19 @@ class HostStore:
         """Page-aligned start of each unit in a kind's arena, in bytes; then the end of the last one."""
         offsets, itemsize = [0], self.dtypes[kind].itemsize
         for _, layout in self._layouts:
-            offsets.append(page_ceil(offsets[-1] + layout.numel * itemsize))
+            offsets.append(page_ceil(offsets[-1] + self.shard.numel(layout) * itemsize))
         return offsets
 
     def _plane(self, kind: str) -> list[torch.Tensor]:
         """The planes of one kind of all units on the host, in a new arena."""
         dtype, offsets = self.dtypes[kind], self._offsets(kind)
         arena = self._arenas[kind] = Arena(offsets[-1])
-        layouts = [layout for _, layout in self._layouts]
-        return [arena.tensor(offset, layout.numel, dtype) for offset, layout in zip(offsets, layouts, strict=False)]
+        sizes = [self.shard.numel(layout) for _, layout in self._layouts]
+        return [arena.tensor(offset, numel, dtype) for offset, numel in zip(offsets, sizes, strict=False)]
 
     def _own_plane(self, kind: str, layout: FlatLayout) -> torch.Tensor:
         """A plane of one unit, in a new arena."""
-        arena = Arena(layout.numel * self.dtypes[kind].itemsize)
+        numel, dtype = self.shard.numel(layout), self.dtypes[kind]
+        arena = Arena(numel * dtype.itemsize)
         self._moved.append((kind, arena))
-        return arena.tensor(0, layout.numel, self.dtypes[kind])
+        return arena.tensor(0, numel, dtype)

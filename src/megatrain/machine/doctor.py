@@ -109,6 +109,10 @@ def table(machine: Machine, around: Surroundings) -> list[str]:
         rows += [
             ("device memory", f"{machine.device_gib:.1f} GiB, {machine.device_bandwidth_gbps:.0f} GB/s"),
             ("link", f"{machine.link or 'unknown'}: {copies}"),
+            *(
+                [("other GPUs", f"{machine.gpus - 1}; {machine.peer_gbps:.0f} GB/s from them in collectives")]
+                * (machine.gpus > 1)
+            ),
             ("AdamW while streaming", f"{streaming:.2f} G parameters/s" if streaming else "not measured"),
             ("AdamW on the GPU", f"{machine.device_adamw_gparams:.0f} G parameters/s"),
             ("matrix products", f"{machine.matrix_tflops:.0f} TFLOP/s in bf16"),

@@ -33,7 +33,7 @@ MAY_BE_ZERO = (
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU (or none), its host and the link between them."""
+    """One GPU, or several equal ones, or none; their host and the link between them."""
 
     name: str
     device_gib: float  # GPU memory available to a process, 0 without a GPU
@@ -56,6 +56,8 @@ class Machine:
     numa_nodes: int = 1
     device_node: int | None = None  # NUMA node of the GPU; None if unknown
     pin_limit_gib: float | None = None  # most memory that a process may pin; None if no limit was met
+    gpus: int = 1  # equal GPUs of this host; the rates above are those of one, host figures those of the whole host
+    peer_gbps: float = 20.0  # what a GPU receives from the others in collectives; about 230 over NVLink
     link: str = ""  # of the GPU, as the system describes it: `PCIe 5 x16`
     versions: str = ""  # torch and CUDA used for measuring
 
@@ -193,7 +195,7 @@ def _wanted(name: str, value: Any, may_be_zero: bool) -> str | None:
         return "map numbers of threads to rates" if threads and not (value and all(map(_is_count, value))) else None
     if not _is_figure(value) or value < 0 or (value == 0 and not may_be_zero):
         return "be a number" if may_be_zero else "be a positive number"
-    return "be a whole number" if name == "gpus_per_node" and not isinstance(value, int) else None
+    return "be a whole number" if name in ("gpus_per_node", "gpus") and not isinstance(value, int) else None
 
 
 def _is_figure(value: Any) -> TypeGuard[int | float]:

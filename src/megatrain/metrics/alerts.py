@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatrain.metrics.record import MeshRecord, PipelineRecord, StepRecord
+from megatrain.units import counted, gib
 
-PipelineRule = Literal["link_share", "gpu_busy", "speed", "device_memory", "slab_wait", "optimizer_wait", "data_wait"]
+PipelineRule = Literal[
+    "link_share", "gpu_busy", "speed", "device_memory", "slab_wait", "optimizer_wait", "data_wait", "allocation_retries"
+]
 """Rules with a threshold and an action in the config's `alerts`."""
 RankRule = Literal["mfu_floor", "imbalance", "straggler"]
 """Rules over all ranks of the mesh engine."""
@@ -92,6 +95,14 @@ def _broken_in_pipeline(
             f"peak device memory is {share:.0%} of the device's, above what the plan may fill "
             f"(memory.device_fraction: {device_fraction:g})\n"
             "  -> a lower memory.device_fraction, or smaller batch.microbatch_rows, before a longer row runs out of memory"
+        )
+    if "allocation_retries" in limits and pipeline.allocation_retries > limits["allocation_retries"]:
+        gaps = f", {gib(pipeline.device_gap_bytes)} of it in gaps" if pipeline.device_gap_bytes else ""
+        found["allocation_retries"] = (
+            f"device memory is short or fragmented: {counted(pipeline.allocation_retries, 'allocation')} of a step failed at "
+            f"first, and each stops the GPU{gaps}\n"
+            f"  -> a lower memory.device_fraction ({device_fraction:g} now) or smaller batch.microbatch_rows; if "
+            "PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is set, unset it"
         )
     if "optimizer_wait" in limits and (share := waited.get("optimizer", 0.0) / step_s) > limits["optimizer_wait"]:
         rate = pipeline.adamw_share
@@ -186,6 +197,25 @@ class AlertWatch:
         if ranks is not None:
             judged |= judged_over_ranks(None if ranks.sampled else record.mfu, ranks, self._limits)
         return [Alert(rule, text) for rule, text in judged.items() if self._speaks(rule, text) and text is not None]
+
+    def as_dict(self, rules: Collection[Rule]) -> dict[str, Any]:
+        """The state of some rules as JSON data for a checkpoint. The warm-up is left out: it is the process's."""
+        counts = {"broken": self._broken, "kept": self._kept}
+        return {
+            **{name: {rule: of[rule] for rule in rules if of[rule]} for name, of in counts.items()},
+            "said": [rule for rule in rules if rule in self._said],
+            "speeds": list(self._speeds) if "speed" in rules else [],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state in a checkpoint, so that a resumed run speaks where the undisturbed one does."""
+        rules: tuple[Rule, ...] = (*PIPELINE_RULES, *get_args(RankRule))
+        for counts, saved in ((self._broken, state.get("broken", {})), (self._kept, state.get("kept", {}))):
+            counts.clear()
+            counts.update({rule: int(saved[rule]) for rule in rules if rule in saved})
+        self._said = {rule for rule in rules if rule in state.get("said", ())}
+        self._speeds.clear()
+        self._speeds.extend(map(float, state.get("speeds", ())))
 
     def _speaks(self, rule: Rule, text: str | None) -> bool:
         """Count a record for a rule; whether the rule speaks now."""

@@ -5,15 +5,23 @@ Library code logs through `logging` (`logging.getLogger(__name__)`); the RunLogg
     megatrain.*  INFO and above     -> console and log.txt
     all others   WARNING and above  -> log.txt only (most warnings of transformers and torch do not concern the user)
 
-A step is one plain line in `log.txt` and on a console that is not a terminal. On a terminal a bar at the bottom shows the newest
-step and the time left, and the line of a step is printed above it every few seconds only. Long work other than steps (compiling,
-validating, saving) is a word beside the bar, or without a bar a line when it begins.
+With the logger `megatrain` at DEBUG (`--verbose`), its DEBUG lines and the warnings of all others go to both. INFO is for what a
+user can act on or waits for; what only explains the program is DEBUG.
+
+A step is one plain line in `log.txt`. On the console the lines of steps are printed every few seconds only: on a terminal above a
+bar at the bottom, which shows the newest step and the time left; elsewhere (a file, a pipe) after the first `FIRST_STEPS` of a
+process. A step that is left out there is printed after all when any other line follows, so a validation, a save, an alert or the
+end comes with its step. Long work other than steps (compiling, validating, saving) is a word beside the bar, or without a bar a
+line when it begins.
+
+Everything shown or written goes through megatrain.text, see [Note: what a name may not do] there.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import textwrap
 import threading
 import time
 import traceback
@@ -36,10 +44,13 @@ from rich.progress import (
 
 from megatrain.errors import writing
 from megatrain.metrics.record import StepRecord, write_whole
+from megatrain.text import printable, visible
 from megatrain.units import counted, number_text
 
 LINE_EVERY_S = 10.0
-"""On a terminal: shortest time between the lines of two steps."""
+"""Shortest time between two lines of progress, and between the lines of two steps unless the config says otherwise."""
+FIRST_STEPS = 10
+"""Where the console is no terminal, this many steps of a process are printed in any case."""
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 _Live = tuple[Progress, TaskID]
 
@@ -48,12 +59,29 @@ class RunLogger:
     """A context manager; while it is open, it receives what the library logs.
 
     Lines before `open_folder` are kept and written to `log.txt` when it opens: a run's folder is created only after the checks,
-    whose lines belong in its log. A `quiet` logger, of a rank that does not report, prints and writes nothing.
+    whose lines belong in its log.
+
+    Args:
+        console: By default standard output.
+        quiet: Print and write nothing: for a rank that does not report.
+        stderr: Print to standard error, for a command whose standard output is its result.
+        line_every_s: Shortest time between the lines of two steps on the console; 0: every step has its line. None: the
+            default of the config.
     """
 
-    def __init__(self, console: Console | None = None, *, quiet: bool = False):
-        self._console = console or Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        quiet: bool = False,
+        stderr: bool = False,
+        line_every_s: float | None = None,
+    ):
+        self._console = console or Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet, stderr=stderr)
         self._quiet = quiet
+        self._line_every_s = LINE_EVERY_S if line_every_s is None else line_every_s
+        self._first_left = FIRST_STEPS
+        self._left_out: str | None = None  # the newest step's line, while the console has not shown it
         self._file: RawIOBase | None = None  # unbuffered: a line that the disk refuses is lost, later ones are not
         self._refused = False  # the disk has refused a line, and the user knows it
         self._waiting: list[str] = []
@@ -69,9 +97,10 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         own = logging.getLogger("megatrain")
         self._level = own.level
-        own.setLevel(logging.INFO)
-        for logger, to_console in ((own, True), (logging.getLogger(), False)):
-            handler = _Handler(self, to_console=to_console)
+        verbose = own.isEnabledFor(logging.DEBUG)
+        own.setLevel(logging.DEBUG if verbose else logging.INFO)
+        for logger, is_own in ((own, True), (logging.getLogger(), False)):
+            handler = _Handler(self, own=is_own, to_console=is_own or verbose)
             logger.addHandler(handler)
             self._handlers.append((logger, handler))
         logging.captureWarnings(True)
@@ -82,6 +111,7 @@ class RunLogger:
         if self._bar is not None:
             self._bar[0].stop()
             self._bar = None
+        self._show_left_out()
         logging.captureWarnings(False)
         while self._handlers:
             logger, handler = self._handlers.pop()
@@ -110,16 +140,18 @@ class RunLogger:
     def to_file(self, text: str, error: BaseException | None = None) -> None:
         """Write a line to `log.txt` alone, with the traceback of `error` if given."""
         trace = "".join(traceback.format_exception(error)).rstrip() if error is not None else ""
-        self.print(f"{text}\n{trace}" if trace else text, logging.ERROR, to_console=False)
+        self.print(f"{text}\n{textwrap.indent(trace, '  ')}" if trace else text, logging.ERROR, to_console=False)
 
     def print(self, text: str, level: int, *, to_console: bool = True) -> None:
-        """Log a line as it is; `level` (of `logging`) decides its colour."""
+        """Log a line, without `warning: ` or the like before it; `level` (of `logging`) decides its colour."""
         if self._quiet:
             return
         self._end_work()  # the next `progress` brings it back
+        text = printable(text)
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
         with self._lock:
             if to_console:
+                self._show_left_out()
                 self._console.print(text, style=_STYLES.get(level))
             if self._file is not None:
                 self._write(line)
@@ -137,9 +169,14 @@ class RunLogger:
                 text = f"warning: log.txt cannot be written: {error.strerror}; lines are missing there"
                 self._console.print(text, style=_STYLES[logging.WARNING])
 
+    def _show_left_out(self) -> None:
+        line, self._left_out = self._left_out, None
+        if line is not None:
+            self._console.print(printable(line))
+
     def show(self, renderable: RenderableType) -> None:
-        """Print on the console only."""
-        self._console.print(renderable)
+        """Print on the console only, a text with all its line breaks; other renderables must hold safe text."""
+        self._console.print(visible(renderable) if isinstance(renderable, str) else renderable)
 
     @property
     def colours(self) -> bool:
@@ -156,6 +193,7 @@ class RunLogger:
 
     def progress(self, text: str, share: float) -> None:
         """Show the progress of long work, 0 to 1: a bar on a terminal, else a line every `LINE_EVERY_S`."""
+        text = printable(text)
         if not self._console.is_terminal or self._console.is_dumb_terminal:
             if time.monotonic() >= self._next_progress_s:
                 self._next_progress_s = time.monotonic() + LINE_EVERY_S
@@ -187,13 +225,20 @@ class RunLogger:
         """Log a step as one line; on a terminal update the bar."""
         self._pace_s = record.step_s if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.step_s
         left_s = (total_steps - record.step) * self._pace_s
-        last = record.step == total_steps
-        shown = last or record.skipped is not None or not self._console.is_terminal
-        if self._console.is_terminal:
+        now, on_terminal = time.monotonic(), self._console.is_terminal
+        shown = record.step == total_steps or record.skipped is not None or now >= self._next_line_s
+        if on_terminal:
             self._draw_bar(record.step, total_steps, bar_text(record, left_s))
-            if shown or time.monotonic() >= self._next_line_s:
-                shown, self._next_line_s = True, time.monotonic() + LINE_EVERY_S
-        self.print(step_line(record, total_steps, left_s), logging.INFO, to_console=shown)
+        else:
+            shown = shown or self._first_left > 0
+            self._first_left -= 1
+        if shown:
+            self._next_line_s = now + self._line_every_s
+        line = step_line(record, total_steps, left_s)
+        self._left_out = None
+        self.print(line, logging.INFO, to_console=shown)
+        if not shown and not on_terminal:
+            self._left_out = line
 
     def validation(self, record: StepRecord) -> None:
         """Log the validation loss of a record that has one."""
@@ -216,7 +261,7 @@ class RunLogger:
 
     def _write_beside_bar(self, text: str) -> None:
         if self._bar is not None:
-            self._bar[0].update(self._bar[1], description=text, refresh=True)
+            self._bar[0].update(self._bar[1], description=printable(text), refresh=True)
 
     def _draw_bar(self, step: int, total_steps: int, text: str) -> None:
         self._beside_bar = text
@@ -231,15 +276,18 @@ def _beside() -> TextColumn:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, logger: RunLogger, *, to_console: bool):
-        super().__init__(logging.INFO if to_console else logging.WARNING)
-        self._logger, self._to_console = logger, to_console
+    def __init__(self, logger: RunLogger, *, own: bool, to_console: bool):
+        super().__init__(logging.NOTSET if own else logging.WARNING)
+        self._logger, self._own, self._to_console = logger, own, to_console
 
     def emit(self, record: logging.LogRecord) -> None:
         own = record.name.partition(".")[0] == "megatrain"
-        if own != self._to_console:
+        if own != self._own:
             return  # the record also reaches the other handler, which prints it
-        text = self.format(record)
+        text = record.getMessage()
+        if record.exc_info:
+            trace = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+            text += "\n" + textwrap.indent(trace, "  ")
         if own and isinstance(share := getattr(record, "share", None), float):
             self._logger.progress(text, share)
             return

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord, read_records
+from megatrain.text import one_line
 from megatrain.units import number_text
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class LossPlot:
 def draw_run(records: Sequence[StepRecord], path: Path, title: str) -> None:
     """Write the picture of a run. The file is replaced as a whole, so that a viewer never reads half a picture."""
     figure, (loss, rate, norm, speed) = _panels((11, 7))
-    figure.suptitle(title)
+    figure.suptitle(one_line(title), parse_math=False)  # a name may have dollars
     trained = [record for record in records if record.step > 0]
 
     raw = points(trained, lambda record: record.loss)
@@ -152,7 +153,7 @@ def plot_runs(runs: Sequence[Path], out: Path, axis: Axis = "step") -> tuple[Pat
     """
     files = [_metrics_of(run) for run in runs]
     names = [file.parent.name for file in files]  # runs that share a folder name are named by their paths
-    unique = [name if names.count(name) == 1 else str(f.parent) for name, f in zip(names, files, strict=True)]
+    unique = [one_line(name if names.count(name) == 1 else str(f.parent)) for name, f in zip(names, files, strict=True)]
     histories = [(name, _records(file)) for name, file in zip(unique, files, strict=True)]
     figure = _figure(histories, axis)
     png, page = out.with_name(out.name + ".png"), out.with_name(out.name + ".html")
@@ -192,7 +193,8 @@ def x_values(records: Sequence[StepRecord], axis: Axis) -> dict[int, float]:
 
 def _figure(runs: _Runs, axis: Axis) -> Figure:
     figure, (loss, val, norm, speed) = _panels((12, 8))
-    for number, (name, all_records) in enumerate(runs):
+    curves = []
+    for number, (_, all_records) in enumerate(runs):
         colour, x_of = f"C{number}", x_values(all_records, axis)
         trained = [record for record in all_records if record.step > 0]
 
@@ -206,14 +208,17 @@ def _figure(runs: _Runs, axis: Axis) -> Figure:
         if len(x) > _SMOOTH_FROM:
             loss.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
             y = smooth(y)
-        loss.plot(x, y, color=colour, label=name)
+        (named,) = loss.plot(x, y, color=colour)
+        curves.append(named)
         val.plot(*line(lambda record: record.val_loss, all_records), color=colour, marker="o", markersize=3)
         norm.plot(*line(lambda record: record.grad_norm, trained), color=colour, linewidth=0.8)
         speed.plot(*line(lambda record: record.processed_tokens_per_s, trained), color=colour, linewidth=0.8)
     titles = ("training loss [nats per token], smoothed", "validation loss [nats per token]")
     _label(figure, AXES[axis], *titles, "gradient norm before clipping", "processed tokens/s")
     speed.set_ylim(bottom=0)
-    loss.legend()
+    legend = loss.legend(curves, [name for name, _ in runs])  # by itself it would leave out names that begin with _
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure
 
 

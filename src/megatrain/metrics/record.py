@@ -64,6 +64,9 @@ class PipelineRecord:
     device_reserved_bytes: int | None = None  # reserved by this process's allocator
     device_total_bytes: int | None = None
     host_pinned_bytes: int = 0
+    allocation_retries: int = 0  # device allocations of this step that failed at first; each makes the device wait
+    device_gap_bytes: int | None = None  # reserved by the allocator above the peak of what tensors used
+    compilations: int = 0  # functions compiled during this step
     policy: str = ""  # shape of the step, placement and activation policies, in words
     ladder: tuple[str, ...] = ()  # changes made after running out of device memory, as config lines
 
@@ -136,7 +139,7 @@ def pipeline_from(plain: dict[str, Any]) -> PipelineRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshRecord:
-    """A step over all ranks of the mesh engine. None: unknown for this step."""
+    """A step over all ranks. None: unknown for this step. The ranks of the host engine form a single stage."""
 
     bubble: float | None = None  # [Note: bubble] in engine/mesh/pipeline_schedule.py; None without a pipeline
     bubble_simulated: float | None = None
@@ -229,19 +232,29 @@ class MetricsWriter:
         # the records of earlier processes that the file keeps; the steps of the others will be computed again
         self.history = [record for record in found if record.step <= resume_step] if resume_step else []
         self.dropped = len(found) - len(self.history)
-        self._path, temporary = path, path.with_name(path.name + ".new")
-        with writing(path):
-            with temporary.open("wb") as file:
-                file.writelines(_line(record) for record in self.history)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file = self._rewritten(self.history)
 
     def write(self, record: StepRecord) -> None:
         """Append a record. If the system refuses it (WriteFailed), readers and the next process drop a line that is cut off."""
         with writing(self._path):
             write_whole(self._file, _line(record))
+
+    def rewrite(self, records: Sequence[StepRecord]) -> None:
+        """Atomically replace the file's content: a figure of an earlier process's record was missing. WriteFailed if refused."""
+        self._file.close()
+        self._file = self._rewritten(records)
+
+    def _rewritten(self, records: Sequence[StepRecord]) -> RawIOBase:
+        """The file with these records, open to append more."""
+        temporary = self._path.with_name(self._path.name + ".new")
+        with writing(self._path):
+            with temporary.open("wb") as file:
+                file.writelines(_line(record) for record in records)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+            return self._path.open("ab", buffering=0)
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -4,6 +4,8 @@
 Each tracker runs in its own daemon thread, fed by a queue. Training puts numbers into the queue and never waits; an error of the
 tracker ends that tracker with a warning that names it, and nothing else. At the end of a run the trackers get a few seconds to
 empty their queues; one that hangs is left behind with a warning. `metrics.jsonl` has everything in any case.
+Before the start it is different: a tracker that was asked for and is not installed is an error (`missing_trackers`), because
+nobody reads the warnings of a run that has begun well.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatrain.errors import UserError
 from megatrain.metrics.record import StepRecord
 
 CLOSE_S = 20.0
@@ -110,16 +113,27 @@ class _Feed(threading.Thread):
             self._warn(f"{self.tracker} stopped: {reason}; the run continues, metrics.jsonl has everything")
 
 
-def _module(name: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install 'megatrain[{extra}]'") from error
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+"""Tracker -> the module that it needs. The name of a tracker is also the name of the extra that installs it."""
+
+
+def missing_trackers(names: Sequence[str]) -> list[UserError]:
+    """An error for each tracker that cannot be imported, whatever its import raises."""
+    found = []
+    for name in names:
+        try:
+            importlib.import_module(PACKAGES[name])
+        except Exception as error:  # noqa: BLE001  a broken installation raises anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            what = f"{name} is not installed" if isinstance(error, ImportError) else f"{name} cannot be imported"
+            remedy = f"pip install 'megatrain[{name}]', or leave {name} out"
+            found.append(UserError(f"{what}: {lines[0]}", "metrics.trackers", remedy))
+    return found
 
 
 def _tensorboard(folder: Path, project: str, config: Mapping[str, Any]) -> Service:
     """Event files in `tensorboard/` of the run's folder; nothing is sent anywhere."""
-    make = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    make = importlib.import_module(PACKAGES["tensorboard"]).SummaryWriter
     writer = make(log_dir=str(folder / "tensorboard"))
 
     def log(values: Mapping[str, float], step: int) -> None:
@@ -132,7 +146,7 @@ def _tensorboard(folder: Path, project: str, config: Mapping[str, Any]) -> Servi
 
 def _wandb(folder: Path, project: str, config: Mapping[str, Any]) -> Service:
     """Never asks for a login: without a key it runs offline, in `wandb/` of the run's folder."""
-    wandb = _module("wandb", "wandb")
+    wandb = importlib.import_module(PACKAGES["wandb"])
     known = {"mode": "offline"} if not _wandb_knows_the_user(wandb) else {}
     run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config), **known)
     return Service(lambda values, step: run.log(dict(values), step=step), run.finish)
@@ -149,7 +163,7 @@ def _wandb_knows_the_user(wandb: Any) -> bool:
 
 
 def _trackio(folder: Path, project: str, config: Mapping[str, Any]) -> Service:
-    trackio = _module("trackio", "trackio")
+    trackio = importlib.import_module(PACKAGES["trackio"])
     trackio.init(project=project, name=folder.name, config=dict(config))
     return Service(lambda values, step: trackio.log(dict(values), step=step), trackio.finish)
 

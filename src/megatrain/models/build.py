@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -30,7 +30,10 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
+from megatrain.models.folder import offline, refuse_unsafe_folder
+from megatrain.models.rope import separate_lengths
 from megatrain.models.structure import owner_of
+from megatrain.paths import read_json, shown
 
 IGNORE_IS_DECODER = frozenset({"gpt_neox", "gpt_neox_japanese"})
 """Decoder-only families whose configs say `is_decoder: false`, which their code never reads."""
@@ -72,13 +75,17 @@ def load_model_config(path: str | Path, trust_remote_code: bool = False) -> PreT
     """
     folder = find_model_folder(path)
     raw = _read_config_json(folder)
+    refuse_unsafe_folder(folder, trust_remote_code)
     where = str(folder / "config.json")
     remote = bool(raw.get("auto_map"))
     model_type = raw.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise UserError(f"model_type is {shown(model_type)}, not a name", where)
     if model_type not in CONFIG_MAPPING and not (remote and trust_remote_code):
         raise _unknown_type(model_type, remote, where)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        with offline():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         # huggingface_hub's validation errors derive from Exception alone, and their module moved between versions.
         from_hub = type(error).__module__.partition(".")[0] == "huggingface_hub"
@@ -114,7 +121,7 @@ def build_meta_model(
     _disable_cache(config)
     extra: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        with torch.device("meta"), hf_init.meta_device_safe_creation_ops():
+        with offline(), torch.device("meta"), hf_init.meta_device_safe_creation_ops():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=compute_dtype, trust_remote_code=trust_remote_code, **extra
             )
@@ -128,6 +135,7 @@ def build_meta_model(
         ) from error
     _settle_parameters(model, compute_dtype)
     _make_buffers(model, compute_dtype)
+    separate_lengths(model)
     return model
 
 
@@ -169,7 +177,14 @@ def refuse_other_config(checkpoint: Path, config: PreTrainedConfig) -> None:
     """
     file = checkpoint / "config.json"
     try:
-        raw, _ = type(config).get_config_dict(str(checkpoint))  # decodes infinities, which JSON stores as strings
+        refuse_unsafe_folder(checkpoint)
+    except (UserError, OSError):  # also: there is no such folder
+        return
+    if not file.is_file():
+        return
+    try:
+        with offline():  # `get_config_dict` decodes infinities, which JSON stores as strings
+            raw, _ = type(config).get_config_dict(str(checkpoint), local_files_only=True)
         if raw.get("model_type") != config.model_type:
             return  # the text model of a multimodal one, or another family, which the tensor names will show
         saved = type(config).from_dict(raw).to_dict()
@@ -212,6 +227,7 @@ def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | No
     if compute_dtype:
         twin.config.dtype = compute_dtype
         _settle_parameters(twin, compute_dtype)
+    separate_lengths(twin)
     return twin
 
 
@@ -314,7 +330,7 @@ def cached_snapshot(hub_id: str) -> Path | None:
 
 def _read_config_json(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         inside = [p.parent.name for p in folder.glob("*/config.json")]
         near = _near("config.json", [p.name for p in folder.iterdir()])
         if inside:
@@ -324,10 +340,7 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
         else:
             remedy = "give a Hugging Face model folder"
         raise UserError("has no config.json", str(folder), remedy)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"not JSON: {error}", str(file)) from error
+    raw = read_json(folder, file.name, constants=True)
     if not isinstance(raw, dict):
         raise UserError("not a JSON object", str(file))
     return raw
@@ -375,3 +388,10 @@ def _near(name: str, candidates: list[str]) -> list[str]:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return " ".join(line.strip() for line in lines[:2]) or type(error).__name__
+
+
+def dropout_keys(config: Any) -> list[str]:
+    """Config keys of dropout and jitter that are above 0."""
+    suffixes = ("pdrop", "router_jitter_noise", "input_jitter_noise")
+    names = sorted(name for name in vars(config) if "dropout" in name or name.endswith(suffixes))
+    return [name for name in names if isinstance(value := getattr(config, name), float) and value > 0.0]

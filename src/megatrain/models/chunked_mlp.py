@@ -242,13 +242,12 @@ def modules_in_chunks(root: nn.Module, candidates: Mapping[ModuleKey, str], fp32
         module = root.get_submodule(path)
         if type(module) is not kind:
             continue
-        level = logging.DEBUG if objection else logging.INFO  # the family's code is nothing a user can change
         if not objection and draws_random_numbers(module):
             objection = "draws random numbers"
         if not objection and any(name.startswith(path + ".") for name in fp32_names):
             objection = "has parameters of another dtype"
         if objection:
-            logger.log(level, "%s.%s: not computed in chunks of tokens: %s", type(root).__name__, path, objection)
+            logger.debug("%s.%s: not computed in chunks of tokens: %s", type(root).__name__, path, objection)
         else:
             found.append(path)
     return found

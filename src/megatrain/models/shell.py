@@ -13,9 +13,10 @@ Shapes: B rows, T tokens, N tokens of a chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from torch import nn
 from torch.func import functional_call
 
 from megatrain.errors import UserError
+from megatrain.models.block_masks import short_block_masks
 from megatrain.models.chunked_mlp import ModuleKey, TokenChunks, mlp_matrices, modules_in_chunks
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
 from megatrain.models.templates import CHUNKABLE, KeepRule, LayerCode, Variant, template_groups
 
+FLEX = "flex_attention"
+"""Hugging Face's name of flex attention."""
 RunLayer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """(layer index, positional arguments, keyword arguments) -> the output of HF's layer."""
 
@@ -106,6 +110,7 @@ class Shell:
         budget: Activation memory budget of the `selective` variant.
         flex: Use flex attention, if the family supports it, for packed rows and for rows longer than a layer's window: block
             masks instead of T x T masks.
+        deterministic: Use it for all rows.
         keeps_mlps: Whether some layers use the `keep_mlp` variant.
         token_wise: Returns the modules that can be computed in chunks of tokens, from `find_token_wise`. Called only if needed,
             at most twice.
@@ -125,6 +130,7 @@ class Shell:
         compiled: bool = False,
         budget: float = 1.0,
         flex: bool = False,
+        deterministic: bool = False,
         keeps_mlps: bool = False,
         token_wise: Callable[[], Mapping[ModuleKey, str]] = dict,
     ):
@@ -146,7 +152,8 @@ class Shell:
         ]
         self._plain_attention = self._base.config._attn_implementation
         flex = flex and self._plain_attention == "sdpa" and _can_flex(structure.model)
-        self._masked_attention = "flex_attention" if flex else self._plain_attention
+        self._masked_attention = FLEX if flex else self._plain_attention
+        self._deterministic, self._runs_eager = deterministic, False
         self._window = attention_window(structure.model.config)
         self._base_accepts = set(inspect.signature(self._base.forward).parameters)
         self.groups = template_groups(self.layers)
@@ -239,14 +246,34 @@ class Shell:
         """The attention implementation last set by `choose_attention`."""
         return self._base.config._attn_implementation
 
+    @property
+    def uses_block_masks(self) -> bool:
+        """Whether the attention last chosen takes block masks (flex attention)."""
+        return self.attention == FLEX
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, layers run without compiled code, and with the attention of rows without a mask."""
+        chosen, self._runs_eager = self.attention, True
+        self._set_attention(self._plain_attention)
+        try:
+            yield
+        finally:
+            self._runs_eager = False
+            self._set_attention(chosen)
+
     def choose_attention(self, packed: bool, tokens: int) -> None:
         """From now on, use the attention implementation for rows of `tokens` tokens, packed or of one document each.
 
         Packed rows, and rows longer than a layer's window, need a mask beyond causality, which sdpa takes as T x T entries.
-        Other rows need no mask: sdpa's kernels handle causality.
+        Other rows need no mask: sdpa's kernels handle causality. But the backward of the fast ones adds in no fixed order, so a
+        deterministic shell uses flex attention for all rows.
         """
         masked = packed or (self._window is not None and tokens >= self._window)
-        implementation = self._masked_attention if masked else self._plain_attention
+        masked = masked or self._deterministic
+        self._set_attention(self._masked_attention if masked else self._plain_attention)
+
+    def _set_attention(self, implementation: str) -> None:
         if self.attention != implementation:
             self.structure.model.config._attn_implementation = implementation  # type: ignore[union-attr]
 
@@ -271,7 +298,8 @@ class Shell:
         prefix = self._base_prefix
         bound = {n.removeprefix(prefix): tensor for n, tensor in edges.items() if n.startswith(prefix)}
         bound.update(self._base_buffers)
-        output = functional_call(self._streamed_base, bound, kwargs={**inputs, "use_cache": False})
+        with short_block_masks() if self.uses_block_masks else contextlib.nullcontext():
+            output = functional_call(self._streamed_base, bound, kwargs={**inputs, "use_cache": False})
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
     def logits(self, edges: Mapping[str, torch.Tensor], hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -289,7 +317,7 @@ class Shell:
     ) -> Any:
         """Run HF's code of layer `index` with `weights` (layout names) and the layer's buffers bound for this call."""
         code, bound = self._code[self.groups[index]], {**weights, **self._layer_buffers[index]}
-        if code.compiled:
+        if code.compiled and not self._runs_eager:
             return code(variant, bound, args, kwargs)
         # Eager: the layer's own module, whose code may depend on its index.
         layer = (self._layers_in_chunks if variant in CHUNKABLE else self.layers)[index]

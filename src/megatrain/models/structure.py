@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import UserError
-from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.layout import FlatLayout, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Structure:
     """Alias -> the full name under which a tied tensor is kept, moved, updated and saved."""
     frozen: frozenset[str] = frozenset()
     """Full names of parameters that are not trained (`requires_grad` is False)."""
+    undecayed: frozenset[str] = frozenset()
+    """Full names of parameters without weight decay according to their modules: those of norms, and marked ones."""
 
     @property
     def embedding(self) -> Unit:
@@ -78,6 +81,12 @@ class Structure:
     @property
     def param_count(self) -> int:
         return sum(unit.layout.param_count for unit in self.units)
+
+    def padded(self, shard: Shard) -> Structure:
+        """The structure with layouts that can be cut into shards; the same for one shard."""
+        if shard.count == 1:
+            return self
+        return replace(self, units=tuple(replace(unit, layout=shard.padded(unit.layout)) for unit in self.units))
 
     def layer_stack(self) -> nn.ModuleList:
         return self.model.get_submodule(self.layers_name)  # type: ignore[return-value]
@@ -122,7 +131,23 @@ def dissect(model: nn.Module) -> Structure:
         Unit("head", "", _layout(edges["head"])),
     )
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    return Structure(model, base_name, layers_name, units, tied, frozen)
+    return Structure(model, base_name, layers_name, units, tied, frozen, undecayed_parameters(model))
+
+
+def undecayed_parameters(model: nn.Module) -> frozenset[str]:
+    """Full names of parameters of norms, and of those that a model marks (`_no_weight_decay`, as Mamba does)."""
+    found = set()
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm) or _NORM_CLASS.search(
+            type(module).__name__
+        )
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_norm or getattr(parameter, "_no_weight_decay", False):
+                found.add(f"{path}.{name}" if path else name)
+    return frozenset(found)
+
+
+_NORM_CLASS = re.compile(r"Norm(?!al)")
 
 
 def _layout(shapes: list[tuple[str, tuple[int, ...]]]) -> FlatLayout:

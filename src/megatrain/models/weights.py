@@ -12,9 +12,9 @@ values do not depend on the other units or their order.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megatrain.host_memory.store import HostStore, UnitPlanes, split_
 from megatrain.models.build import mark_unfilled, refuse_unfilled, restore_buffers
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit, owner_of, persistent_buffers
+from megatrain.paths import read_json, refuse_names, regular_file, shown
 from megatrain.units import SAFETENSORS_DTYPES, counted, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -44,13 +45,18 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def load_weights(
-    folder: str | Path, structure: Structure, store: HostStore, buffers: Mapping[str, torch.Tensor]
+    folder: str | Path,
+    structure: Structure,
+    store: HostStore,
+    buffers: Mapping[str, torch.Tensor],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Read all weights of a folder into the masters of `store` and into `buffers`. Optimizer states are not changed.
 
     Args:
         folder: A Hugging Face folder with safetensors weights: one file, several, or shards with an index.
         buffers: The model's persistent buffers by full name; filled in place, in their own dtype.
+        check: Called before each tensor; what it raises ends the read.
 
     Raises:
         UserError: No safetensors files, a missing or corrupt shard, a missing tensor, a wrong shape, a dtype other than fp32,
@@ -71,11 +77,7 @@ def load_weights(
             found = _to_model(conversion, _map_tensors(stack, keys, files), folder)
             resolved = resolve_ties(structure, found, str(folder))
             missing += [full for _, full in unit.full_names() if full not in resolved]
-            for local, full in unit.full_names():
-                if full in resolved:
-                    if not bool(torch.isfinite(resolved[full]).all()):
-                        raise UserError("holds NaN or infinity", f"tensor {full}", "get an intact copy of the model")
-                    store.units[unit.name].write_master(local, resolved[full])
+            write_masters(store.units[unit.name], unit, resolved, "get an intact copy of the model", check)
             for name in found.keys() & buffers.keys():
                 buffers[name].copy_(found[name])
                 filled.add(name)
@@ -87,14 +89,34 @@ def load_weights(
         restore_buffers(_hf(structure), absent)
 
 
+def write_masters(
+    planes: UnitPlanes, unit: Unit, tensors: Mapping[str, torch.Tensor], remedy: str, check: Callable[[], None]
+) -> None:
+    """Write a unit's masters from tensors by full name, as far as there are any.
+
+    Args:
+        remedy: What to do about a tensor that holds NaN or infinity.
+        check: Called before each tensor; what it raises ends the write.
+
+    Raises:
+        UserError: A tensor holds NaN or infinity.
+    """
+    for local, full in unit.full_names():
+        check()
+        if full in tensors:
+            if not bool(torch.isfinite(tensors[full]).all()):
+                raise UserError("holds NaN or infinity", f"tensor {full}", remedy)
+            planes.write_master(local, tensors[full])
+
+
 def find_weight_files(folder: Path) -> dict[str, Path]:
     """Checkpoint key -> the safetensors file that holds it. Raises the UserErrors of `load_weights`."""
-    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if single.is_file():
+    if os.path.lexists(folder / WEIGHTS_FILE):
+        single = regular_file(folder, WEIGHTS_FILE)
         return dict.fromkeys(_keys(single), single)
-    if index.is_file():
-        return _indexed_files(index)
-    loose = sorted(folder.glob("*.safetensors"))
+    if os.path.lexists(folder / INDEX_FILE):
+        return _indexed_files(folder)
+    loose = [regular_file(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
     if not loose:
         other = sorted(p.name for p in folder.glob("*") if p.suffix in OTHER_FORMATS)
         if other:
@@ -202,20 +224,30 @@ def resolve_ties(structure: Structure, found: Mapping[str, torch.Tensor], where:
     return resolved
 
 
-def _indexed_files(index: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(key): index.parent / str(name) for key, name in weight_map.items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"not a safetensors index: {error!r}", str(index)) from error
-    for shard in sorted(set(files.values())):
-        if not shard.is_file():
-            raise UserError(f"shard {shard.name} is missing", str(index.parent), "download the folder again")
-        inside = set(_keys(shard))
-        lost = [key for key, file in files.items() if file == shard and key not in inside]
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX_FILE
+    value = read_json(folder, INDEX_FILE)
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError("not a safetensors index: it has no weight_map", str(index))
+    if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
+        raise UserError(f"not a safetensors index: a file is called {shown(wrong[0])}", str(index))
+    keys: dict[str, list[str]] = {}
+    for key, name in weight_map.items():
+        keys.setdefault(name, []).append(key)
+    refuse_names(keys, index)
+    for name in keys:
+        if not name.endswith(".safetensors"):
+            raise UserError(f"names {name!r}; only safetensors files are read", str(index))
+        if not os.path.lexists(folder / name):
+            raise UserError(f"shard {name} is missing", str(folder), "download the folder again")
+        regular_file(folder, name)
+    for name, listed in sorted(keys.items()):
+        inside = set(_keys(folder / name))
+        lost = [key for key in listed if key not in inside]
         if lost:
-            raise UserError(f"{_some(lost)} should be in this shard according to {index.name}", str(shard))
-    return files
+            raise UserError(f"{_some(lost)} should be in this shard according to {index.name}", str(folder / name))
+    return {key: folder / name for key, name in weight_map.items()}
 
 
 def _keys(file: Path) -> list[str]:

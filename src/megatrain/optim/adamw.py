@@ -6,22 +6,32 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.errors import UserError
 from megatrain.host_memory.store import UnitPlanes
+from megatrain.optim.rounding import unit_key
 from megatrain.optim.spec import OptimizerSpec, Segment, StateSpec, StepCoefficients, below, is_number
 
 # An eps below this would be lost in the fp32 sum `sqrt(v) + eps`.
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
-_STATES = (
-    StateSpec("m", torch.float32, "first moment", "exp_avg"),
-    StateSpec("v", torch.float32, "second moment", "exp_avg_sq"),
-)
+Moments = Literal["fp32", "bf16"]
+"""Storage type of the moments; bf16 by stochastic rounding."""
+
+
+def _states(dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    return (
+        StateSpec("m", dtype, "first moment", "exp_avg"),
+        StateSpec("v", dtype, "second moment", "exp_avg_sq"),
+    )
+
+
+_STATES: dict[Moments, tuple[StateSpec, ...]] = {"fp32": _states(torch.float32), "bf16": _states(torch.bfloat16)}
 
 
 class AdamWScalars(NamedTuple):
@@ -35,6 +45,7 @@ class AdamWScalars(NamedTuple):
     bias_correction2_sqrt: np.float32
     eps: np.float32
     step_size: np.float32  # lr / bias correction of the first moment
+    rounding_key: np.uint32  # of the step; see [Note: stochastic rounding] in optim/rounding.py
 
 
 @dataclass(frozen=True)
@@ -57,24 +68,33 @@ class AdamWCoefficients(StepCoefficients):
             bias_correction2_sqrt=np.float32(math.sqrt(1.0 - self.beta2**self.step)),
             eps=np.float32(self.eps),
             step_size=np.float32(learning_rate / (1.0 - self.beta1**self.step)),
+            rounding_key=np.uint32(self.rounding_key),
         )
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) with torch.optim.AdamW's arithmetic."""
+    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) with torch.optim.AdamW's arithmetic.
+
+    Attributes:
+        moments: Storage type of both moments. The arithmetic is fp32 in any case, and the weights are updated before moments in
+            bf16 are rounded.
+    """
 
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    moments: Moments = "fp32"
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        return _STATES
+        return _STATES[self.moments]
 
     def problems(self) -> Iterable[str]:
         yield from super().problems()
         yield from below("eps", self.eps, _SMALLEST_NORMAL)
+        if self.moments not in _STATES:
+            yield f"moments = {self.moments!r} is not one of {', '.join(_STATES)}"
         if len(self.betas) != 2:
             yield f"betas = {self.betas!r}: two numbers are needed"
         for index, beta in enumerate(self.betas):
@@ -84,7 +104,8 @@ class AdamW(OptimizerSpec):
     def coefficients(
         self, step: int, learning_rate: float | None = None, gradient_scale: float = 1.0
     ) -> AdamWCoefficients:
-        return AdamWCoefficients(step, self._rate(learning_rate), gradient_scale, *self.betas, self.eps)
+        rate = self._rate(learning_rate)
+        return AdamWCoefficients(step, rate, gradient_scale, *self.betas, self.eps, seed=self.seed)
 
     def update_(self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: AdamWScalars) -> None:
         """See [Note: same bits everywhere] in `optim/kernels.py`.
@@ -93,7 +114,9 @@ class AdamW(OptimizerSpec):
         which is sometimes off by one unit (in fp64, rounded to fp32, it never is); and division by a Python number, which CUDA
         replaces by a product with the rounded reciprocal (it does not for a tensor).
         """
-        _, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size = map(float, scalars)
+        _, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size, _ = map(
+            float, scalars
+        )
         m, v = states["m"], states["v"]
         master.mul_(decay)
         m.add_((grad - m).mul_(one_minus_beta1))
@@ -107,6 +130,10 @@ class AdamW(OptimizerSpec):
         from megatrain.optim import kernels  # imports numba, which a reader of hyper-parameters does not need
 
         m, v = planes.states["m"], planes.states["v"]
+        if m.dtype == torch.bfloat16:
+            lo = planes.hi if planes.lo is None else planes.lo  # not read without a split
+            rounded = kernels.adamw_rounded_whole if planes.lo is None else kernels.adamw_rounded_split
+            return kernels.rounding_by_blocks(rounded, (planes.hi, lo, m, v, grad), planes)
         if planes.lo is None:
             return functools.partial(kernels.adamw_whole, *map(kernels.bits_view, (planes.hi, m, v, grad)))
         return functools.partial(kernels.adamw_split, *map(kernels.bits_view, (planes.hi, planes.lo, m, v, grad)))
@@ -119,11 +146,14 @@ class AdamW(OptimizerSpec):
         if kernels.triton is not None and planes.hi.is_cuda:
             for segment in segments:
                 scalars = _device_scalars(coefficients, segment.weight_decay, segment.lr_scale)
-                kernels.adamw_on_gpu(planes, grad, segment.start, segment.end, scalars)
+                key = unit_key(coefficients.rounding_key, planes.name)
+                kernels.adamw_on_gpu(planes, grad, segment.start, segment.end, scalars, key)
         else:
             self.update_unit_(planes, grad, segments, coefficients)
 
     def torch_optimizer(self, groups: Sequence[Mapping[str, Any]], fused: bool | None) -> torch.optim.AdamW:
+        if self.moments != "fp32":
+            raise UserError("the mesh engine keeps moments in fp32", "optim.moments", "use fp32, or the host engine")
         return torch.optim.AdamW(
             [dict(group) for group in groups], lr=self.learning_rate, betas=self.betas, eps=self.eps, fused=fused
         )
@@ -131,5 +161,8 @@ class AdamW(OptimizerSpec):
 
 @functools.lru_cache(maxsize=16)
 def _device_scalars(coefficients: StepCoefficients, weight_decay: float, lr_scale: float) -> tuple[float, ...]:
-    """`StepCoefficients.scalars` as Python numbers. All units of a step share a few sets; older steps' are evicted."""
-    return tuple(map(float, coefficients.scalars(Segment(0, 0, weight_decay, lr_scale))))
+    """The fp32 numbers of `StepCoefficients.scalars` as Python numbers.
+
+    All units of a step share a few sets; older steps' are evicted.
+    """
+    return tuple(map(float, coefficients.scalars(Segment(0, 0, weight_decay, lr_scale))[:-1]))

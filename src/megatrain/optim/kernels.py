@@ -21,7 +21,7 @@ where neither the installation nor the home directory is writable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -32,6 +32,7 @@ from llvmlite import ir
 from numba import types
 
 from megatrain.host_memory.store import UnitPlanes
+from megatrain.optim import rounding
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -41,6 +42,7 @@ except ImportError:
 
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _ZERO = np.float32(0.0)
+_FIRST, _SECOND = map(np.uint32, rounding.MULTIPLIERS)
 
 # Independent sums of `sum_of_squares`: a loop over them vectorises without reordering any of them.
 _LANES = 512
@@ -74,8 +76,8 @@ def _bits_of(typingctx: Any, number: types.Type):
 @_intrinsic
 def _widen(typingctx: Any, gradient: types.Type):
     """Widen an element of a gradient plane to fp32: int16 holds the bits of a bf16."""
-    if gradient == types.float32:
-        return types.float32(types.float32), lambda context, builder, sig, args: args[0]
+    if gradient in (types.float32, types.float64):  # fp64: of tests
+        return gradient(gradient), lambda context, builder, sig, args: args[0]
 
     def shift_up(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -118,6 +120,66 @@ def adamw_whole(master, m, v, grad, start, end, scalars):
 
 
 @_compiled
+def _mixed(x):
+    """`rounding.mix`; the products are of 32 bits."""
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+    x = np.uint32(x * _FIRST)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
+    x = np.uint32(x * _SECOND)
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@_compiled
+def _rounded(value, bits16):
+    """The bits of `value` as bf16, rounded up or down by 16 random bits; see `rounding.round_`."""
+    return np.int16(np.int32(np.int32(_bits_of(value) + np.int32(bits16)) >> np.int32(16)))
+
+
+@_compiled
+def adamw_rounded_split(hi, lo, m, v, grad, start, end, scalars, key, first):
+    """`adamw_split` with moments in bf16; `key` is the block's, `first` the index of element `start` in it."""
+    hi, lo, m, v, grad = hi[start:end], lo[start:end], m[start:end], v[start:end], grad[start:end]
+    for i in range(hi.size):
+        bits = np.int32(np.int32(np.int32(hi[i]) << np.int32(16)) + np.int32(lo[i]))
+        p, m_i, v_i = _adamw(_float_of(bits), _widen(grad[i]), _widen(m[i]), _widen(v[i]), scalars)
+        noise = _mixed(np.uint32(np.uint32(first + np.uint32(i)) ^ key))
+        m[i], v[i] = _rounded(m_i, noise & np.uint32(0xFFFF)), _rounded(v_i, noise >> np.uint32(16))
+        bits = _bits_of(p)
+        rounded = np.int32(np.int32(bits + np.int32(0x8000)) >> np.int32(16))
+        hi[i] = np.int16(rounded)
+        lo[i] = np.int16(bits - np.int32(rounded << np.int32(16)))
+
+
+@_compiled
+def adamw_rounded_whole(master, unused, m, v, grad, start, end, scalars, key, first):
+    """`adamw_whole` with moments in bf16; `key` and `first` as for `adamw_rounded_split`."""
+    master, m, v, grad = master[start:end], m[start:end], v[start:end], grad[start:end]
+    for i in range(master.size):
+        master[i], m_i, v_i = _adamw(master[i], _widen(grad[i]), _widen(m[i]), _widen(v[i]), scalars)
+        noise = _mixed(np.uint32(np.uint32(first + np.uint32(i)) ^ key))
+        m[i], v[i] = _rounded(m_i, noise & np.uint32(0xFFFF)), _rounded(v_i, noise >> np.uint32(16))
+
+
+def rounding_by_blocks(
+    kernel: Callable[..., object], planes: Sequence[torch.Tensor], unit: UnitPlanes
+) -> Callable[[int, int, Any], object]:
+    """A function of (start, end, scalars) that runs `kernel` on each block that shares a key; see `rounding.BLOCK_BITS`."""
+    arrays, block = [bits_view(plane) for plane in planes], 1 << rounding.BLOCK_BITS
+
+    def run(start: int, end: int, scalars: Any) -> None:
+        key = rounding.unit_key(int(scalars.rounding_key), unit.name)
+        while True:
+            number, first = divmod(unit.start + start, block)
+            stop = min(end, start + block - first)
+            kernel(*arrays, start, stop, scalars, np.uint32(rounding.block_key(key, number)), np.uint32(first))
+            if stop == end:
+                return
+            start = stop
+
+    return run
+
+
+@_compiled
 def add_gradient(plane, slab, start, end):
     """Add a gradient slab (bf16 or fp32) to an fp32 gradient plane."""
     plane, slab = plane[start:end], slab[start:end]
@@ -151,34 +213,55 @@ def sum_of_squares(grad, start, end):
     return total
 
 
-def adamw_on_gpu(planes: UnitPlanes, grad: torch.Tensor, start: int, end: int, scalars: Sequence[float]) -> None:
+def adamw_on_gpu(
+    planes: UnitPlanes, grad: torch.Tensor, start: int, end: int, scalars: Sequence[float], key: int = 0
+) -> None:
     """One AdamW step on the elements [start, end) of a unit on a CUDA device, in place. Asynchronous on the current stream.
 
-    `grad` (bf16 or fp32, (N,)) is unchanged; `scalars` are the elements' `AdamWScalars` as Python numbers.
+    `grad` (bf16 or fp32, (N,)) is unchanged; `scalars` are the fp32 numbers of `AdamWScalars`; `key` is `rounding.unit_key`, for
+    moments in bf16.
     """
     if start == end:
         return
-    hi, lo = planes.hi, planes.lo
+    hi, lo, m, v = planes.hi, planes.lo, planes.states["m"], planes.states["v"]
+    rounds = m.dtype == torch.bfloat16
     _adamw_kernel[(-(-(end - start) // _BLOCK),)](
         hi if lo is None else hi.view(torch.int16),
         hi if lo is None else lo,
-        planes.states["m"],
-        planes.states["v"],
+        m.view(torch.int16) if rounds else m,
+        v.view(torch.int16) if rounds else v,
         grad,
         start,
         end,
+        planes.start,
+        key - (1 << 32) if key >> 31 else key,  # the same 32 bits, as an int32
         *scalars,
         SPLIT=lo is not None,
+        ROUNDS=rounds,
+        BLOCK_BITS=rounding.BLOCK_BITS,
         BLOCK=_BLOCK,
         SMALLEST_NORMAL=float(_SMALLEST_NORMAL),
         enable_fp_fusion=False,
     )
 
 
+def _mix_source(x):
+    """`rounding.mix` of uint32."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D).to(tl.uint32)
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B).to(tl.uint32)
+    return x ^ (x >> 16)
+
+
+if triton is not None:
+    _mix = triton.jit(_mix_source)
+
+
 def _adamw_source(
-    hi, lo, m, v, grad, start, end,
+    hi, lo, m, v, grad, start, end, offset, key,
     scale, decay, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps, step_size,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, SMALLEST_NORMAL: tl.constexpr,
+    SPLIT: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_BITS: tl.constexpr, BLOCK: tl.constexpr, SMALLEST_NORMAL: tl.constexpr,
 ):  # fmt: skip
     # 64-bit offsets: a unit may have more than 2^31 elements.
     index = start.to(tl.int64) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -190,15 +273,28 @@ def _adamw_source(
         p = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         p = tl.load(hi + index, mask=inside, other=0.0)
-    first, second = tl.load(m + index, mask=inside, other=0.0), tl.load(v + index, mask=inside, other=0.0)
+    if ROUNDS:
+        first = (tl.load(m + index, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        second = (tl.load(v + index, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        first, second = tl.load(m + index, mask=inside, other=0.0), tl.load(v + index, mask=inside, other=0.0)
     p = p * decay
     first = first + one_minus_beta1 * (g - first)
     first = tl.where(tl.abs(first) < SMALLEST_NORMAL, 0.0, first)
     second = second * beta2 + (one_minus_beta2 * g) * g
     denominator = tl.div_rn(tl.sqrt_rn(second), bias_correction2_sqrt) + eps
     p = p - tl.div_rn(step_size * first, denominator)
-    tl.store(m + index, first, mask=inside)
-    tl.store(v + index, second, mask=inside)
+    if ROUNDS:
+        element = index + offset
+        block = _mix((element >> BLOCK_BITS).to(tl.uint32) ^ key.to(tl.uint32))
+        noise = _mix((element & ((1 << BLOCK_BITS) - 1)).to(tl.uint32) ^ block)
+        first_bits = first.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)
+        second_bits = second.to(tl.int32, bitcast=True) + (noise >> 16).to(tl.int32)
+        tl.store(m + index, (first_bits >> 16).to(tl.int16), mask=inside)
+        tl.store(v + index, (second_bits >> 16).to(tl.int16), mask=inside)
+    else:
+        tl.store(m + index, first, mask=inside)
+        tl.store(v + index, second, mask=inside)
     if SPLIT:
         bits = p.to(tl.int32, bitcast=True)
         high = (bits + 0x8000) >> 16
@@ -209,4 +305,4 @@ def _adamw_source(
 
 
 if triton is not None:
-    _adamw_kernel = triton.jit(_adamw_source, do_not_specialize=["start", "end"])
+    _adamw_kernel = triton.jit(_adamw_source, do_not_specialize=["start", "end", "offset", "key"])

@@ -17,8 +17,8 @@ import functools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatrain.errors import UserError
 from megatrain.host_memory.store import UnitPlanes, join, split_
+from megatrain.optim.rounding import noise, round_, step_key, unit_key
 
 MASTER_BYTES = 4
 """A parameter's master: hi (bf16) and lo (int16), or fp32."""
@@ -40,6 +41,7 @@ class StateSpec:
 
     Attributes:
         name: Name of the plane, and of the tensors in a checkpoint (`m/model.norm.weight`).
+        dtype: Storage type: fp32, or bf16 by stochastic rounding (of the first two states).
         label: Description in memory reports.
         torch_key: Key in the state of `OptimizerSpec.torch_optimizer`.
     """
@@ -98,6 +100,7 @@ class Scalars(NamedTuple):
     weight_decay: float
     gradient_scale: float
     step: int
+    rounding_key: int
 
 
 @dataclass(frozen=True)
@@ -107,19 +110,27 @@ class StepCoefficients:
     Attributes:
         step: Number of this update: 1, 2, ... Skipped steps do not count.
         gradient_scale: Factor on the gradients: clip coefficient / loss scale.
+        seed: Of stochastic rounding.
     """
 
     step: int
     learning_rate: float
     gradient_scale: float
+    seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         assert self.step >= 1, self.step
         assert math.isfinite(self.gradient_scale), self.gradient_scale
 
+    @functools.cached_property
+    def rounding_key(self) -> int:
+        """See [Note: stochastic rounding] in optim/rounding.py."""
+        return step_key(self.seed, self.step)
+
     def scalars(self, segment: Segment) -> Any:
-        """Numbers of one segment, a NamedTuple with at least `gradient_scale`."""
-        return Scalars(self.learning_rate * segment.lr_scale, segment.weight_decay, self.gradient_scale, self.step)
+        """Numbers of one segment, a NamedTuple with at least `gradient_scale` and `rounding_key`."""
+        learning_rate = self.learning_rate * segment.lr_scale
+        return Scalars(learning_rate, segment.weight_decay, self.gradient_scale, self.step, self.rounding_key)
 
 
 @dataclass(frozen=True)
@@ -128,15 +139,17 @@ class OptimizerSpec(ABC):
 
     Attributes:
         learning_rate: Default for steps that do not give one.
-        weight_decay: Decay of parameters with two dimensions or more; norms and biases decay only by a group.
+        weight_decay: Decay of matrices; norms and biases decay only by a group: see `hyper_parameters`.
         max_grad_norm: Clip the global gradient norm to this; None does not clip.
         groups: Exceptions; the first group that matches a name holds.
+        seed: Of the stochastic rounding of states in bf16.
     """
 
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
     groups: tuple[ParamGroup, ...] = ()
+    seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -154,7 +167,7 @@ class OptimizerSpec(ABC):
         Args:
             master: fp32 (N,).
             grad: fp32 (N,), already multiplied by `gradient_scale`; may be overwritten.
-            states: By name, (N,) each.
+            states: By name, (N,) fp32 each; those that are stored in bf16 are rounded afterwards.
             scalars: From `StepCoefficients.scalars`.
         """
 
@@ -188,7 +201,7 @@ class OptimizerSpec(ABC):
         self, step: int, learning_rate: float | None = None, gradient_scale: float = 1.0
     ) -> StepCoefficients:
         """Numbers of one step, hashable. See `StepCoefficients`; None takes the optimizer's own learning rate."""
-        return StepCoefficients(step, self._rate(learning_rate), gradient_scale)
+        return StepCoefficients(step, self._rate(learning_rate), gradient_scale, seed=self.seed)
 
     def update_unit_(
         self, planes: UnitPlanes, grad: Tensor, segments: Sequence[Segment], coefficients: StepCoefficients
@@ -208,9 +221,16 @@ class OptimizerSpec(ABC):
             hi, lo = planes.hi[block], None if planes.lo is None else planes.lo[block]
             master = hi if lo is None else join(hi, lo)
             states = {name: state[block] for name, state in planes.states.items()}
-            self.update_(master, grad[block].to(torch.float32) * float(scalars.gradient_scale), states, scalars)
+            wide = {n: state.float() if state.dtype == torch.bfloat16 else state for n, state in states.items()}
+            self.update_(master, grad[block].to(master.dtype) * float(scalars.gradient_scale), wide, scalars)
             if lo is not None:
                 split_(master, hi, lo)
+            if any(state.dtype == torch.bfloat16 for state in states.values()):
+                key = unit_key(int(scalars.rounding_key), planes.name)
+                bits = noise(key, planes.start + first, block.stop - first, hi.device)
+                for i, (name, state) in enumerate(states.items()):
+                    if state.dtype == torch.bfloat16:
+                        round_(wide[name], bits >> 16 * i & 0xFFFF, state)
 
     def host_kernel(self, planes: UnitPlanes, grad: Tensor) -> Callable[[int, int, Any], object]:
         """A function of (start, end, scalars) that does one step on these elements of a unit in host memory.
@@ -240,15 +260,17 @@ class OptimizerSpec(ABC):
         return self.learning_rate if learning_rate is None else learning_rate
 
 
-def segments_of(entries: Iterable[tuple[str, tuple[int, ...], int, int]], optim: OptimizerSpec) -> tuple[Segment, ...]:
+def segments_of(
+    entries: Iterable[tuple[str, tuple[int, ...], int, int]], optim: OptimizerSpec, undecayed: Collection[str] = ()
+) -> tuple[Segment, ...]:
     """Cut a unit's flat range by hyper-parameters, from the first tensor's start to the last one's end.
 
     `entries` are (full Hugging Face name, shape, offset, numel) by ascending offset. Adjacent equal segments are merged. Padding
-    behind a tensor belongs to its segment.
+    behind a tensor belongs to its segment. `undecayed`: as for `hyper_parameters`.
     """
     segments: list[Segment] = []
     for name, shape, offset, numel in entries:
-        weight_decay, lr_scale = hyper_parameters(name, len(shape), optim)
+        weight_decay, lr_scale = hyper_parameters(name, len(shape), optim, undecayed)
         if segments:
             last = segments.pop()
             assert last.end <= offset, f"{name} at {offset} overlaps the tensor before it, which ends at {last.end}"
@@ -260,9 +282,23 @@ def segments_of(entries: Iterable[tuple[str, tuple[int, ...], int, int]], optim:
     return tuple(segments)
 
 
-def hyper_parameters(name: str, ndim: int, optim: OptimizerSpec) -> tuple[float, float]:
-    """(weight decay, learning rate factor) of the parameter `name`."""
-    weight_decay = optim.weight_decay if ndim >= 2 else 0.0
+UNDECAYED_NAME = re.compile(
+    r"bias|layernorm|rmsnorm|(^|\.)norm\d*(\.|$)|_norm\d*(\.|$)|(^|\.)ln_\w+(\.|$)", re.IGNORECASE
+)
+"""Names of norms and biases, as transformers' Trainer decides. Some have two dimensions: the biases of experts, (experts, width),
+and of gates, norms of each head."""
+
+
+def hyper_parameters(
+    name: str, ndim: int, optim: OptimizerSpec, undecayed: Collection[str] = ()
+) -> tuple[float, float]:
+    """(weight decay, learning rate factor) of the parameter `name`.
+
+    A parameter decays if it has two dimensions or more, its name is not that of a norm or a bias, and it is none of `undecayed`:
+    full names of parameters that the model's modules show to be norms.
+    """
+    decays = ndim >= 2 and UNDECAYED_NAME.search(name) is None and name not in undecayed
+    weight_decay = optim.weight_decay if decays else 0.0
     group = next((group for group in optim.groups if group.matches(name)), None)
     if group is None:
         return weight_decay, 1.0

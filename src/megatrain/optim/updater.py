@@ -162,7 +162,8 @@ class CpuUpdater:
 
         def compile_kernel(start: int, end: int) -> None:
             # numba compiles for the types of the arguments; no element is touched.
-            dtypes = {"hi": torch.bfloat16, "lo": torch.int16} if split else {"hi": torch.float32}
+            whole = torch.promote_types(gradient, torch.float32)
+            dtypes = {"hi": torch.bfloat16, "lo": torch.int16} if split else {"hi": whole}
             planes = {kind: torch.empty(0, dtype=dtype) for kind, dtype in {**dtypes, **optim.state_dtypes}.items()}
             nothing = UnitPlanes.of("kernels", FlatLayout((), 0), planes)
             kernel = optim.host_kernel(nothing, torch.empty(0, dtype=gradient))
@@ -177,8 +178,8 @@ class CpuUpdater:
 
         `after` waits until the slab has arrived. The slab may be reused when the future is done.
         """
-        assert plane.dtype == torch.float32, plane.dtype
-        assert slab.dtype in (torch.bfloat16, torch.float32), slab.dtype
+        assert plane.dtype in (torch.float32, torch.float64), plane.dtype
+        assert slab.dtype in (torch.bfloat16, plane.dtype), slab.dtype
         assert plane.numel() == slab.numel(), (unit, plane.numel(), slab.numel())
         plane_array, slab_array = kernels.bits_view(plane), kernels.bits_view(slab)
         kernel = kernels.set_gradient if first else kernels.add_gradient
@@ -188,7 +189,7 @@ class CpuUpdater:
 
     def submit_sumsq(self, unit: str, grad: Tensor, after: After | None = None) -> Future[float]:
         """Sum of the squares of a gradient (bf16 or fp32, (N,)), in fp64. It is finite exactly if every element is."""
-        assert grad.dtype in (torch.bfloat16, torch.float32), grad.dtype
+        assert grad.dtype in (torch.bfloat16, torch.float32, torch.float64), grad.dtype
         array = kernels.bits_view(grad)
         pieces = [(start, min(start + SUM_PIECE, array.size)) for start in range(0, array.size, SUM_PIECE)]
         sums = [0.0] * len(pieces)
@@ -372,11 +373,11 @@ def _check_planes(unit: str, optim: OptimizerSpec, planes: UnitPlanes, grad: Ten
     lo = [] if planes.lo is None else [planes.lo]
     sizes = {plane.numel() for plane in (planes.hi, *lo, *planes.states.values(), grad)}
     assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"
-    master = [torch.bfloat16, torch.int16] if lo else [torch.float32]
-    assert [plane.dtype for plane in (planes.hi, *lo)] == master, (unit, planes.hi.dtype)
+    masters = ([torch.bfloat16, torch.int16],) if lo else ([torch.float32], [torch.float64])
+    assert [plane.dtype for plane in (planes.hi, *lo)] in masters, (unit, planes.hi.dtype)
     states = {name: plane.dtype for name, plane in planes.states.items()}
     assert states == optim.state_dtypes, (unit, states, optim.state_dtypes)
-    assert grad.dtype in (torch.bfloat16, torch.float32), (unit, grad.dtype)
+    assert grad.dtype in (torch.bfloat16, torch.float32, torch.float64), (unit, grad.dtype)
 
 
 def _error_of(call: Callable[..., object], *args: Any) -> BaseException | None:

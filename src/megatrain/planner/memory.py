@@ -135,23 +135,24 @@ def device_peak(shape: ModelShape, step: StepSize, options: Options, choice: Cho
 def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, float]:
     """Memory in use for the whole step."""
     cut = Cut.of(step, choice)
-    streamed = shape.layers[choice.resident_layers :]
-    widest = max(streamed, default=0)
-    slots = min(options.weight_slots, max(2, len(streamed))) if streamed else 2
-    edges = shape.embedding * (not choice.resident_embedding) + shape.head * (not choice.resident_head)
+    passing = shape.layers[0 if options.passes(True) else choice.resident_layers :]
+    widest = max(passing, default=0)
+    slots = min(options.weight_slots, max(2, len(passing))) if passing else 2
+    edges = shape.embedding * options.passes(choice.resident_embedding)
+    edges += shape.head * options.passes(choice.resident_head)
+    resident = choice.resident_elements(shape) / options.ranks
     width = options.optim.bytes_per_parameter
     lines: dict[str, float] = {
-        f"resident units: weights and optimizer states ({width} bytes a parameter)": width
-        * choice.resident_elements(shape),
+        f"resident units: weights and optimizer states ({width} bytes a parameter)": width * resident,
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
-        "gradient staging": 2 * widest * options.transport_bytes,
+        "gradient staging": 2 * widest * options.staging_bytes,
         WORKSPACES: KERNEL_BYTES + 24 * step.all_tokens,
     }
-    if cut.microbatches > 1 and options.transport_bytes < 4:
+    if cut.microbatches > 1 and options.transport_bytes < 4 and options.ranks == 1:
         lines["gradient sum over microbatches (fp32)"] = 4 * max(shape.layers)
     if choice.accumulation_steps > 1:
-        lines["gradients of resident units (fp32)"] = 4 * choice.resident_elements(shape)
+        lines["gradients of resident units (fp32)"] = 4 * resident
     return lines
 
 
@@ -163,7 +164,7 @@ def _moments(
     hidden = cut.tokens * shape.hidden * options.compute_bytes
     inputs, held = _held_by_layer(shape, step, options, choice)
     # of resident units; with several accumulation steps their fp32 sums are a fixed line
-    gradient = options.transport_bytes if choice.accumulation_steps == 1 else 0
+    gradient = options.transport_bytes / options.ranks if choice.accumulation_steps == 1 else 0
     # the final norm: an fp32 copy of its input, its result before and after the weight, and the gradient of the result
     norm = hidden * 3 + (cut.tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
     norm_backward = norm + 12 * cut.tokens * shape.hidden
@@ -190,7 +191,7 @@ def _moments(
     # a tied head's gradient waits for the embedding's; a streamed one's leaves during the last layer's backward
     head_waits = head_gradient if shape.tied else shape.head * gradient * choice.resident_head
     leaving = np.zeros(shape.depth)
-    leaving[-1] = 0 if shape.tied else shape.head * options.transport_bytes
+    leaving[-1] = 0 if shape.tied else shape.head * options.staging_bytes
     resident = shape.sizes * gradient * (np.arange(shape.depth) < choice.resident_layers)
     own = held / cut.microbatches  # of the microbatch in its backward
     during = {  # by layer
@@ -206,7 +207,7 @@ def _moments(
     yield {name: float(sizes[worst]) for name, sizes in during.items()}, f"backward of layer {worst}"
     end = {
         "gradients of hidden states": hidden,
-        "gradient of the embedding": shape.embedding * (options.compute_bytes + options.transport_bytes),
+        "gradient of the embedding": shape.embedding * (options.compute_bytes + options.staging_bytes),
         "gradient of the head": head_waits,
         "gradients of resident layers": float(resident.sum()),
     }
@@ -243,8 +244,9 @@ def cpu_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choic
 
 
 def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, int]:
+    """Of one rank."""
     cut = Cut.of(step, choice)
-    elements = shape.parameters - choice.resident_elements(shape)
+    elements = (shape.parameters - choice.resident_elements(shape)) / options.ranks
     if options.compute == "bf16":
         lines = {
             "hi: bf16 weights (2 bytes a parameter)": 2 * elements,
@@ -264,10 +266,10 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
     ]
     if not options.gradient_plane or choice.accumulation_steps > 1 or options.staged:
         slabs = max(1, min(options.gradient_slabs, len(streamed)))
-        in_slabs = slabs * widest + sum(edges)
+        in_slabs = (slabs * widest + sum(edges)) / options.ranks
         lines[f"{slabs} gradient slabs, and of embedding and head"] = in_slabs * options.transport_bytes
     if options.staged:
-        lines["staging buffers"] = 2 * max(widest, *edges) * options.stream_bytes
+        lines["staging buffers"] = 2 * max(widest, *edges) / options.ranks * options.stream_bytes
     hidden = cut.tokens * shape.hidden * options.compute_bytes
     lines[f"offloaded inputs of {choice.offloaded} layers"] = choice.offloaded * hidden
     return {name: int(size) for name, size in lines.items() if size}

@@ -11,7 +11,7 @@ from megatrain.machine.machine import Machine
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.model_cost import ModelShape
-from megatrain.units import DtypeName
+from megatrain.units import GIB, DtypeName
 
 if TYPE_CHECKING:
     from megatrain.planner.timeline import Timeline
@@ -44,6 +44,41 @@ class Caps:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What the caps of a run follow from: memory of the machine, and the config's section `memory`."""
+
+    host_bytes: int  # available
+    device_bytes: int  # free
+    host_reserve_gib: float
+    host_gib: float | Literal["auto"] = "auto"
+    device_gib: float | Literal["auto"] = "auto"
+    device_fraction: float | Literal["auto"] = "auto"
+
+    @property
+    def caps(self) -> Caps:
+        host = self.host_bytes - int(self.host_reserve_gib * GIB)
+        if self.host_gib != "auto":
+            host = min(host, int(self.host_gib * GIB))
+        device = self.device_bytes
+        if self.device_gib != "auto":
+            device = min(device, int(self.device_gib * GIB))
+        return Caps(host, usable_device_bytes(device, self.device_fraction))
+
+
+UNPLANNED_SHARE, UNPLANNED_BYTES, UNPLANNED_SMALL_SHARE = 0.035, 3 * GIB // 2, 0.08
+"""Device memory that `memory.device_fraction: auto` leaves to allocations that the formulas do not cover: the first share of the
+device, at least the bytes, and at most the second share."""
+
+
+def usable_device_bytes(device_bytes: int, fraction: float | Literal["auto"] = "auto") -> int:
+    """Device memory that a plan may fill: a share of it, or by `UNPLANNED_SHARE` and its siblings."""
+    if fraction != "auto":
+        return int(device_bytes * fraction)
+    least = min(UNPLANNED_BYTES, UNPLANNED_SMALL_SHARE * device_bytes)
+    return int(device_bytes - max(UNPLANNED_SHARE * device_bytes, least))
+
+
+@dataclass(frozen=True)
 class Options:
     """Decisions of the user. None and `auto` leave a decision to the planner."""
 
@@ -61,7 +96,8 @@ class Options:
     weight_slots: int = 2
     gradient_slabs: int = 12
     staged: bool = False  # planes are not pinned; copies go through two pinned buffers
-    threads: int | None = None  # AdamW threads
+    threads: int | None = None  # AdamW threads of a rank
+    ranks: int = 1  # processes, one GPU each, that share the state; step, choice and bytes are those of one
     offload_input: Literal["auto", "on", "off"] = (
         "auto"  # inputs of recomputed layers: as many as necessary, all, or none
     )
@@ -69,6 +105,15 @@ class Options:
     @property
     def compute_bytes(self) -> int:
         return 4 if self.compute == "fp32" else 2
+
+    @property
+    def staging_bytes(self) -> float:
+        """Device bytes per element of a gradient that leaves the device; ranks sum it in fp32, and round their shard."""
+        return self.transport_bytes if self.ranks == 1 else 4 + (4 + self.transport_bytes) / self.ranks
+
+    def passes(self, is_resident: bool) -> bool:
+        """Whether a unit passes through a weight slot: resident units do, too, where each rank holds a shard of them."""
+        return self.ranks > 1 or not is_resident
 
     @property
     def slot_bytes(self) -> int:
@@ -114,6 +159,8 @@ class PlanRequest:
     step: StepSize
     caps: Caps
     options: Options
+    limits: Limits | None = None  # what the caps follow from, if that is a run's config
+    all_rows: int | None = None  # of a step, of all ranks; None: those of `step`
 
 
 @dataclass(frozen=True)
@@ -180,7 +227,7 @@ class Plan:
     step: StepSize
     options: Options
     choice: Choice
-    threads: int  # AdamW threads
+    threads: int  # AdamW threads of a rank
     placement: Mapping[str, Place]  # of each unit, in forward order
     host: Lines
     device: Lines  # at its worst moment
@@ -189,7 +236,9 @@ class Plan:
     caps: Caps
     timeline: Timeline
     steps: int | None = None  # length of the run, None if unknown
+    scaling: Mapping[int, float | None] = field(default_factory=dict)  # tokens/s by number of GPUs; None: does not fit
     warnings: tuple[str, ...] = ()  # reasons why a run with this plan would be refused
+    remarks: tuple[str, ...] = ()  # differences from the plan of the checkpoint that the run resumes from
 
     @property
     def host_bytes(self) -> int:
@@ -242,6 +291,7 @@ class Plan:
         return {
             **{name: getattr(self, name) for name in ("model", "machine", "parameters", "threads", "steps")},
             "rows": self.step.rows,
+            "gpus": self.options.ranks,
             "tokens_per_row": self.step.tokens,
             "execution": self.execution.as_dict(),
             "host_bytes": {**self.host, "total": self.host_bytes, "allowed": caps.host_bytes},
@@ -255,5 +305,6 @@ class Plan:
             "tokens_per_second": self.tokens_per_s,
             "total_seconds": self.total_seconds,
             "options": asdict(self.options),
+            "tokens_per_second_by_gpus": dict(self.scaling),
             "warnings": list(self.warnings),
         }  # fmt: skip

@@ -9,20 +9,23 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatrain.config.schema import RunConfig
 from megatrain.engine.plan import Policy
+from megatrain.optim.adamw import AdamW
 from megatrain.planner.memory import PROCESS_BYTES, device_peak, host_lines
-from megatrain.planner.plan import Choice, Lines, Plan, PlanRequest, StepSize
+from megatrain.planner.plan import Choice, Lines, Plan, PlanRequest, StepSize, usable_device_bytes
 from megatrain.planner.search import Search
-from megatrain.units import abbreviated, counted, duration, gib, size_lines
+from megatrain.units import GIB, abbreviated, counted, duration, gib, gibs, size_lines
 
 LEAST_ROW_TOKENS = 256
 """Shorter rows are not suggested."""
 MOST_PAIRS = 5
+MOST_FRACTION = 0.98
+"""A plan should not fill more of the device."""
 
 Place = Literal["host", "device"]
 
@@ -57,16 +60,19 @@ def refusal(request: PlanRequest) -> str:
     choice = Search(request).closest()
     host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice)
     resident = choice.resident_elements(shape)
+    ranks, rows = options.ranks, request.all_rows or step.rows
     text = [
-        f"{shape.name} ({abbreviated(shape.parameters)} parameters), {counted(step.rows, 'row')} x "
+        f"{shape.name} ({abbreviated(shape.parameters)} parameters), {counted(rows, 'row')} x "
         f"{counted(step.tokens, 'token')} a step, does not fit {request.machine.name}"
+        + (f"; memory of one of {ranks} processes, a GPU each:" if ranks > 1 else "")
     ]
     for place, lines, allowed in (("host", host, caps.host_bytes), ("device", device.lines, caps.device_bytes)):
         needed = sum(lines.values())
-        verdict = f"{gib(needed - allowed)} too much" if needed > allowed else "fits"
+        needs, allows, excess = gibs(needed, allowed, max(0, needed - allowed))
+        verdict = f"{excess} too much" if needed > allowed else "fits"
         # resident units could move to the host, if the host had room for them
         used = "used" if place == "device" and resident else "needed at least"
-        text.append(f"  {place} memory: {gib(needed)} {used}, {gib(allowed)} allowed: {verdict}")
+        text.append(f"  {place} memory: {needs} {used}, {allows} allowed: {verdict}")
         text += size_lines(lines)
     if resident:
         text.append(f"  ({abbreviated(resident)} parameters are on the device already)")
@@ -80,23 +86,11 @@ def refusal(request: PlanRequest) -> str:
     return "\n".join(text)
 
 
-def cpu_refusal(lines: Lines, allowed: int, run: RunConfig) -> str:
-    """The memory of a run on the CPU, and how to reduce it."""
-    cap = "" if run.memory.host_gib == "auto" else f" (memory.host_gib: {run.memory.host_gib:g})"
-    text = [f"not enough host memory: {gib(sum(lines.values()))} needed, {gib(allowed)} available{cap}"]
-    text += [*size_lines(lines), "  how to reduce it:"]
-    if run.batch.accumulation_steps == 1:
-        text.append("    - batch.accumulation_steps: 2 or more keeps fewer layer inputs at a time")
-    if run.memory.gradient_plane:
-        needs = "optim.max_grad_norm: null and batch.accumulation_steps: 1"
-        text.append(f"    - memory.gradient_plane: false (needs {needs})")
-    return "\n".join([*text, "    - shorter rows (data.max_tokens), a smaller model, or a machine with more memory"])
-
-
 def _reductions(request: PlanRequest, choice: Choice, too_small: set[Place]) -> list[str]:
     remedies = _remedies(request, choice, too_small)
     lines: list[str] = []
     fits = [_fit(request, remedy) for remedy in remedies]
+    lines += _higher_limits(request, choice)
     for remedy, fit in zip(remedies, fits, strict=True):
         text, verdict = (fit[0], f"then it fits, {fit[1]:,.0f} tokens/s") if fit else (remedy.name, "not enough alone")
         lines.append(f"{text}{remedy.comment}; {verdict}")
@@ -107,7 +101,7 @@ def _reductions(request: PlanRequest, choice: Choice, too_small: set[Place]) -> 
         if len(remedies) > 1 and not pairs:
             lines.append("no two of these are enough together")
     if "device" in too_small:
-        lines.append("a larger device, or a higher memory.device_gib")
+        lines.append("a larger device")
     if "host" in too_small:
         lines += _host_needed(request, choice)
     return lines
@@ -136,15 +130,17 @@ def _fit(request: PlanRequest, *remedies: Remedy) -> tuple[str, float] | None:
         best = Search(changed).best()
         if best is not None:
             text = " with ".join(change.text for change in changes)
-            return text + _new_step(request.step, changed.step), changed.step.all_tokens / best.seconds
+            ranks = request.options.ranks
+            rate = ranks * changed.step.all_tokens / best.seconds
+            return text + _new_step(request.step, changed.step, ranks), rate
     return None
 
 
-def _new_step(old: StepSize, new: StepSize) -> str:
-    """The config keys of a changed step."""
-    keys = [f"data.max_tokens: {new.tokens}"] if new.tokens != old.tokens else []
-    keys += [f"batch.tokens_per_step: {new.all_tokens}"] if new != old else []
-    return f" ({', '.join(keys)})" if keys else ""
+def _new_step(old: StepSize, new: StepSize, ranks: int) -> str:
+    """The config keys of a changed step, of which each rank has its share."""
+    keys = [f"data.max_tokens: {new.tokens}, now {old.tokens}"] if new.tokens != old.tokens else []
+    keys += [f"batch.tokens_per_step: {ranks * new.all_tokens}, now {ranks * old.all_tokens}"] if new != old else []
+    return f" ({'; '.join(keys)})" if keys else ""
 
 
 def _remedies(request: PlanRequest, choice: Choice, too_small: set[Place]) -> list[Remedy]:
@@ -160,17 +156,49 @@ def _remedies(request: PlanRequest, choice: Choice, too_small: set[Place]) -> li
         text = "without clipping (optim.max_grad_norm: null, memory.gradient_plane: false)"
         changes = {"gradient_plane": False, "accumulation_steps": 1}
         add(text, changes, f": {width} bytes a parameter less, {less}")
+    if isinstance(options.optim, AdamW) and options.optim.moments == "fp32" and options.ranks >= 1:
+        small = replace(options.optim, moments="bf16")
+        less = options.optim.bytes_per_parameter - small.bytes_per_parameter
+        comment = f": {less} bytes a parameter less, with stochastic rounding"
+        add("optim.moments: bf16 (now fp32)", {"optim": small}, comment)
     if options.accumulation_steps is not None and options.accumulation_steps > 1 and "host" in too_small:
         comment = f": gradients in {options.transport_bytes} bytes instead of 4"
-        add("batch.accumulation_steps: 1", {"accumulation_steps": 1}, comment)
+        add(f"batch.accumulation_steps: 1 (now {options.accumulation_steps})", {"accumulation_steps": 1}, comment)
     if "device" in too_small:
         if options.policy in ("keep", "selective"):
-            add("activations.policy: auto", {"policy": "auto"}, ", which keeps what fits")
+            add(f"activations.policy: auto (now {options.policy})", {"policy": "auto"}, ", which keeps what fits")
         if options.segment == 1:
             changes = {"segment": 4, "policy": "recompute"}
-            add("activations.segment: 4", changes, ", which keeps every 4th layer's input")
+            add("activations.segment: 4 (now null)", changes, ", which keeps every 4th layer's input")
         found += _smaller_steps(request.step)
     return found
+
+
+def _higher_limits(request: PlanRequest, choice: Choice) -> Iterator[str]:
+    """Settings of the config's section `memory` that keep the run from memory that the machine has, with values that fit."""
+    if (limits := request.limits) is None:
+        return
+    host_gib = sum(host_lines(request.shape, request.step, request.options, choice).values()) / GIB
+    device = device_peak(request.shape, request.step, request.options, choice).nbytes
+    there_gib, free_gib = limits.host_bytes / GIB, limits.device_bytes / GIB
+    wanted: list[tuple[str, float, bool]] = []  # name, value, whether it is an improvement that the machine allows
+    if (reserve := limits.host_reserve_gib) > 0:
+        value = math.floor(100 * (there_gib - host_gib)) / 100
+        wanted.append(("host_reserve_gib", value, 0 <= value < reserve))
+    if limits.host_gib != "auto":
+        value = math.ceil(100 * host_gib) / 100
+        wanted.append(("host_gib", value, limits.host_gib < value <= there_gib))
+    if limits.device_gib != "auto":
+        share = usable_device_bytes(limits.device_bytes, limits.device_fraction) / limits.device_bytes
+        value = math.ceil(4 * device / GIB / share + 0.5) / 4  # small devices leave a larger share free
+        wanted.append(("device_gib", value, limits.device_gib < value <= free_gib))
+    if limits.device_fraction != "auto":
+        value = math.ceil(100 * device / replace(limits, device_fraction=1.0).caps.device_bytes) / 100
+        wanted.append(("device_fraction", value, limits.device_fraction < value <= MOST_FRACTION))
+    for name, value, useful in wanted:
+        higher = replace(limits, **{name: value})
+        if useful and Search(replace(request, caps=higher.caps, limits=higher)).any_fits():
+            yield f"memory.{name}: {value:g} (now {getattr(limits, name):g}); then it fits"
 
 
 def _smaller_steps(step: StepSize) -> list[Remedy]:
@@ -190,9 +218,10 @@ def _host_needed(request: PlanRequest, choice: Choice) -> list[str]:
     lines = host_lines(request.shape, request.step, request.options, choice)
     width = request.options.optim.bytes_per_parameter + request.options.gradient_bytes(choice.accumulation_steps)
     other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
-    most = choice.resident_elements(request.shape) + max(0, request.caps.host_bytes - other) / width
+    ranks = request.options.ranks
+    most = choice.resident_elements(request.shape) + ranks * max(0, request.caps.host_bytes - other) / width
     return [
-        f"a host with {gib(sum(lines.values()))} for the run, or a higher memory.host_gib",
+        f"a host with {gib(ranks * sum(lines.values()))} for the run",
         f"a model of at most about {abbreviated(most)} parameters",
     ]
 
@@ -217,12 +246,19 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{counted(choice.accumulation_steps, 'accumulation step')}; microbatches of "
         f"{counted(choice.microbatch_rows, 'row')}, head chunks of {counted(choice.head_chunk_tokens, 'token')}"
     )
+    if (ranks := plan.options.ranks) > 1:
+        rows = counted(-(-step.rows // ranks), "row")
+        yield f"  {ranks} GPUs, one process each, with {rows} of the step and 1/{ranks} of the state"
     yield from (f"  warning: {warning}" for warning in plan.warnings)
     yield f"  placement: {_placement(plan)}"
     yield f"  activations: {_activations(plan)}"
-    yield f"  AdamW on the host: {counted(plan.threads, 'thread')}"
-    yield from _table("host memory", plan.host, plan.caps.host_bytes)
-    yield from _table(f"device memory, worst in the {plan.device_moment}", plan.device, plan.caps.device_bytes)
+    each = " of a process" if ranks > 1 else ""
+    yield f"  AdamW on the host: {counted(plan.threads, 'thread')}{each}"
+    yield from _table(f"host memory{each}", plan.host, plan.caps.host_bytes)
+    if ranks > 1:
+        sizes = " of ".join(gibs(ranks * plan.host_bytes, ranks * plan.caps.host_bytes))
+        yield f"  host memory of all processes: {sizes}"
+    yield from _table(f"device memory{each}, worst in the {plan.device_moment}", plan.device, plan.caps.device_bytes)
     yield from _table("disk, one checkpoint", plan.disk, None)
     yield f"  seconds of a step: {timeline.step:.3f}, of which"
     for name, seconds in timeline.phases.items():
@@ -232,11 +268,15 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"  busy in a step, hidden or not: {busy}"
     yield f"  bottleneck: {timeline.bottleneck}"
     yield f"  {plan.tokens_per_s:,.0f} tokens/s, {_length(plan)}"
+    if plan.scaling:
+        rates = (f"{n}: {'does not fit' if rate is None else f'{rate:,.0f}'}" for n, rate in plan.scaling.items())
+        yield f"  tokens/s by number of GPUs: {', '.join(rates)}"
 
 
 def _table(title: str, lines: Lines, allowed: int | None) -> list[str]:
-    of = f" of {gib(allowed)}" if allowed is not None else ""
-    return [f"  {title}: {gib(sum(lines.values()))}{of}", *size_lines(lines)]
+    total = sum(lines.values())
+    of = gib(total) if allowed is None else " of ".join(gibs(total, allowed))
+    return [f"  {title}: {of}", *size_lines(lines)]
 
 
 def _placement(plan: Plan) -> str:

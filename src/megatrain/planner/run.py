@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.config.schema import RunConfig
-from megatrain.engine.plan import MICROBATCH_TOKENS, ExecutionPlan, head_chunk_tokens_of
+from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
-from megatrain.planner.memory import cpu_lines, device_peak, disk_lines, host_lines
+from megatrain.optim.configured import optimizer
+from megatrain.planner.keep import differences, keep
+from megatrain.planner.memory import device_peak, disk_lines, host_lines
 from megatrain.planner.model_cost import ModelShape, shape_of
-from megatrain.planner.plan import Caps, Choice, Lines, Options, Plan, PlanRequest, StepSize
-from megatrain.planner.report import cpu_refusal, refusal
+from megatrain.planner.plan import Caps, Choice, Limits, Options, Plan, PlanRequest, StepSize, usable_device_bytes
+from megatrain.planner.report import refusal
 from megatrain.planner.search import Search
 from megatrain.planner.timeline import simulate
 from megatrain.units import GIB, DtypeName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-DEVICE_FRACTION = 0.92
-"""Default of `memory.device_fraction`: the rest is for gaps in the allocator and for memory that the formulas do not cover."""
 
 
 def plan(
@@ -64,13 +64,16 @@ def plan(
     return plan_step(shape, machine, StepSize(rows, tokens), available_caps(machine)).execution
 
 
-def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | None = None) -> ExecutionPlan:
+def execution_plan(
+    run: RunConfig, *, training: bool = True, total_steps: int | None = None, made: Plan | None = None
+) -> ExecutionPlan:
     """How the host engine computes a run: as planned on a GPU, as the config says on a CPU and in an evaluation.
 
     Args:
         run: The config.
         training: False for an evaluation, which needs no gradient planes.
         total_steps: Length of the run, if it is known better than from `schedule.steps`.
+        made: The run's plan, if it was made already; on a GPU it is made now otherwise.
 
     Raises:
         UserError, PlanRefused: As `plan_run`.
@@ -88,7 +91,7 @@ def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | 
             threads=run.run.threads,
         )
     elif run.run.device != "cpu" and torch.cuda.is_available():
-        plan = plan_run(run, total_steps=total_steps).execution
+        plan = (made or plan_run(run, total_steps=total_steps)).execution
     else:
         plan = options_of(run).execution()
     return replace(
@@ -102,13 +105,22 @@ def execution_plan(run: RunConfig, *, training: bool = True, total_steps: int | 
     )
 
 
-def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_steps: int | None = None) -> Plan:
+def plan_run(
+    run: RunConfig,
+    *,
+    machine_file: str | Path | None = None,
+    total_steps: int | None = None,
+    then: Mapping[str, Any] | None = None,
+    compare: bool = False,
+) -> Plan:
     """Plan a run from its config and the model's config.
 
     Args:
         run: The config.
         machine_file: A machine file; None: this machine, with its available memory.
         total_steps: Length of the run, if it is known better than from `schedule.steps`.
+        then: What the checkpoint that the run resumes from remembers of its plan, which is kept where it fits; see keep.py.
+        compare: Also predict the speed with other numbers of GPUs, up to those that the run uses.
 
     Raises:
         UserError: The model or the machine file is not usable, or this machine has no GPU.
@@ -120,31 +132,55 @@ def plan_run(run: RunConfig, *, machine_file: str | Path | None = None, total_st
     folder = find_model_folder(run.model.path)
     config = load_model_config(folder, run.model.trust_remote_code)
     memory = run.memory
+    ranks = 1
     if machine_file is not None:
         machine = load_machine(machine_file)
         if machine.device_gib == 0:
             raise UserError("has no GPU to plan for", f"{machine_file}: device_gib", "give the memory of a GPU")
-        caps = caps_for(machine, device_fraction=memory.device_fraction)
+        host_bytes, device_bytes = int(machine.host_gib * GIB), int(machine.device_gib * GIB)
+        ranks = machine.gpus if run.run.gpus == "auto" else run.run.gpus
     else:
+        ranks = ranks_of(run)
         machine = probe("cuda" if run.run.device == "cuda" else "auto")
         if machine.device_gib == 0:
             remedy = "give a machine with one by --machine FILE (docs/machines); on a CPU training needs no plan"
             raise UserError("this machine has no GPU to plan for", "plan", remedy)
-        caps = available_caps(machine, memory.device_fraction)
-    host_bytes, device_bytes = caps.host_bytes - int(memory.host_reserve_gib * GIB), caps.device_bytes
-    if memory.host_gib != "auto":
-        host_bytes = min(host_bytes, int(memory.host_gib * GIB))
-    if memory.device_gib != "auto":
-        device_bytes = min(device_bytes, int(memory.device_gib * GIB * memory.device_fraction))
-    made = plan_step(
-        _shape_of_run(run, config, folder.name),
-        machine,
-        StepSize(run.rows_per_step, run.data.max_tokens),
-        Caps(host_bytes, device_bytes),
-        options_of(run),
-        steps=total_steps or run.schedule.steps,
+        host_bytes, device_bytes = available_host_bytes(), free_device_bytes(machine)
+    limits = Limits(
+        host_bytes,
+        device_bytes,
+        host_reserve_gib=memory.host_reserve_gib,
+        host_gib=memory.host_gib,
+        device_gib=memory.device_gib,
+        device_fraction=memory.device_fraction,
     )
-    return replace(made, warnings=warnings_of(run, config))
+    shape, step = _shape_of_run(run, config, folder.name), StepSize(run.rows_per_step, run.data.max_tokens)
+    if run.engine == "mesh":
+        ranks = 1
+    steps = total_steps or run.schedule.steps
+
+    def request(count: int) -> PlanRequest:
+        return request_of(shape, machine, step, limits.caps, replace(options_of(run), ranks=count), limits)
+
+    made = _planned(request(ranks), steps) if then is None else _resumed(request(ranks), run, then, steps)
+    scaling: dict[int, float | None] = {}
+    for count in (n for n in range(1, ranks + 1) if compare and ranks > 1 and (n == ranks or n.bit_count() == 1)):
+        best = Search(request(count)).best()
+        scaling[count] = None if best is None else step.all_tokens / best.seconds
+    mesh = ("engine: mesh: this plans one GPU with the host engine; --world N ranks the layouts of N GPUs",)
+    warnings = (*(mesh if run.engine == "mesh" else ()), *warnings_of(run, config))
+    return replace(made, scaling=scaling, warnings=warnings)
+
+
+def ranks_of(run: RunConfig) -> int:
+    """Processes that share a run's state: of torchrun, or those that `run.gpus` starts on this host."""
+    import torch
+
+    from megatrain.engine.mesh import launch
+
+    if launch.world_size() > 1 or run.run.gpus == 1:
+        return launch.world_size()
+    return max(1, torch.cuda.device_count()) if run.run.gpus == "auto" else run.run.gpus
 
 
 def plan_step(
@@ -161,8 +197,8 @@ def plan_step(
     Args:
         shape: The model; see `shape_of`.
         machine: The machine, which must have a GPU.
-        step: Rows and tokens of an optimizer step.
-        caps: Bytes that may be used; by default everything the machine has.
+        step: Rows and tokens of an optimizer step, of all ranks.
+        caps: Bytes that may be used, of the host by all ranks together; by default everything the machine has.
         options: Decisions of the user.
         steps: Length of the run, for the total time.
 
@@ -171,11 +207,34 @@ def plan_step(
     """
     assert machine.device_gib > 0, f"{machine.name} has no GPU to plan for"
     caps, options = caps or caps_for(machine), options or Options()
-    request = PlanRequest(shape, machine, step, caps, options)
+    return _planned(request_of(shape, machine, step, caps, options), steps)
+
+
+def request_of(
+    shape: ModelShape, machine: Machine, step: StepSize, caps: Caps, options: Options, limits: Limits | None = None
+) -> PlanRequest:
+    """The request for one of `options.ranks` processes: its rows of the step, and its share of the host's memory."""
+    if options.ranks == 1:
+        return PlanRequest(shape, machine, step, caps, options, limits)
+    share = StepSize(-(-step.rows // options.ranks), step.tokens)
+    caps = replace(caps, host_bytes=caps.host_bytes // options.ranks)
+    return PlanRequest(shape, machine, share, caps, options, all_rows=step.rows)
+
+
+def _planned(request: PlanRequest, steps: int | None) -> Plan:
     best = Search(request).best()
     if best is None:
         raise PlanRefused(refusal(request))
     return plan_of(request, best.choice, steps)
+
+
+def _resumed(request: PlanRequest, run: RunConfig, then: Mapping[str, Any], steps: int | None) -> Plan:
+    """The plan of a resumed run: see [Note: the cut and the bits] in keep.py."""
+    kept = keep(request, run, then)
+    if kept.choice is not None:
+        return replace(plan_of(request, kept.choice, steps), remarks=kept.remarks)
+    made = _planned(request, steps)
+    return replace(made, remarks=(*kept.remarks, *(differences(kept.old, made.choice) if kept.old else ())))
 
 
 def plan_of(request: PlanRequest, choice: Choice, steps: int | None = None) -> Plan:
@@ -186,10 +245,10 @@ def plan_of(request: PlanRequest, choice: Choice, steps: int | None = None) -> P
         model=shape.name,
         machine=machine.name,
         parameters=shape.parameters,
-        step=step,
+        step=StepSize(request.all_rows or step.rows, step.tokens),
         options=options,
         choice=choice,
-        threads=options.threads or machine.threads,
+        threads=options.threads or max(1, machine.threads // options.ranks),
         placement={name: "device" if choice.is_resident(name) else "host" for name in shape.unit_elements},
         host=host_lines(shape, step, options, choice),
         device=device.lines,
@@ -201,41 +260,6 @@ def plan_of(request: PlanRequest, choice: Choice, steps: int | None = None) -> P
     )
 
 
-def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
-    """Host memory that a run on the CPU needs, by purpose.
-
-    Args:
-        run: The config of a training run.
-        config: The model's config.
-
-    Raises:
-        PlanRefused: It needs more than is available or than `memory.host_gib` allows.
-    """
-    shape = _shape_of_run(run, config)
-    step = StepSize(run.rows_per_step, run.data.max_tokens)
-    compute = "fp32" if run.precision.compute_dtype == "auto" else run.precision.compute_dtype
-    options = replace(options_of(run, compute), compiled=False)  # layers are compiled on GPUs only
-    policy = "recompute" if options.policy == "auto" or options.segment > 1 else options.policy
-    choice = Choice(
-        resident_layers=0,
-        resident_embedding=False,
-        resident_head=False,
-        policies=(policy,) * shape.depth,
-        offloaded=shape.depth if options.offload_input == "on" else 0,
-        accumulation_steps=run.batch.accumulation_steps,
-        microbatch_rows=options.microbatch_rows or max(1, MICROBATCH_TOKENS // step.tokens),
-        head_chunk_tokens=options.head_chunk_tokens or head_chunk_tokens_of(shape.vocabulary, options.compiled),
-        mlp_chunk_tokens=options.mlp_chunk_tokens,
-    )
-    lines = cpu_lines(shape, step, options, choice)
-    allowed, cap = available_host_bytes(), run.memory.host_gib
-    if cap != "auto":
-        allowed = min(allowed, int(cap * GIB))
-    if sum(lines.values()) > allowed:
-        raise PlanRefused(cpu_refusal(lines, allowed, run))
-    return lines
-
-
 def options_of(run: RunConfig, compute: DtypeName | None = None) -> Options:
     """Decisions in the config. The default of one accumulation step leaves their number to the planner."""
     if compute is None:
@@ -244,6 +268,7 @@ def options_of(run: RunConfig, compute: DtypeName | None = None) -> Options:
     if transport == "auto":
         transport = "fp32" if compute == "fp32" else "bf16"
     return Options(
+        optim=optimizer(run),
         compute=compute,
         transport_bytes=4 if transport == "fp32" else 2,
         gradient_plane=run.memory.gradient_plane,
@@ -278,20 +303,25 @@ def caps_for(
     *,
     host_gib: float | None = None,
     device_gib: float | None = None,
-    device_fraction: float = DEVICE_FRACTION,
+    device_fraction: float | Literal["auto"] = "auto",
 ) -> Caps:
     """Memory of a machine within the user's limits; of the device, the share `device_fraction`."""
     host = machine.host_gib if host_gib is None else min(machine.host_gib, host_gib)
     device = machine.device_gib if device_gib is None else min(machine.device_gib, device_gib)
-    return Caps(int(host * GIB), int(device * GIB * device_fraction))
+    return Caps(int(host * GIB), usable_device_bytes(int(device * GIB), device_fraction))
 
 
-def available_caps(machine: Machine, device_fraction: float = DEVICE_FRACTION) -> Caps:
+def available_caps(machine: Machine, device_fraction: float | Literal["auto"] = "auto") -> Caps:
     """Memory of this machine that is available to this process now; of the device, the share `device_fraction`."""
+    return Caps(available_host_bytes(), usable_device_bytes(free_device_bytes(machine), device_fraction))
+
+
+def free_device_bytes(machine: Machine) -> int:
+    """Memory of this machine's GPU that is free now."""
     import torch
 
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else int(machine.device_gib * GIB)
-    return Caps(available_host_bytes(), int(min(free, machine.device_gib * GIB) * device_fraction))
+    return int(min(free, machine.device_gib * GIB))
 
 
 def _shape_of_run(run: RunConfig, config: PreTrainedConfig, name: str | None = None) -> ModelShape:

@@ -9,7 +9,7 @@ and so is the checkpoint to start from, or to go back to, before any of it is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from megatrain.engine.mesh import launch
 from megatrain.engine.mesh.launch import is_out_of_memory, note_out_of_memory, times_out_of_memory
 from megatrain.engine.mesh.watchdog import EXIT_HANG, Watchdog
 from megatrain.errors import Aftermath, MegatrainError, NumericStop, PlanRefused, UserError
-from megatrain.run.engine_factory import check_mesh, mesh_plan
+from megatrain.run.engine_factory import advice_on_layout, check_host_ranks, check_mesh, mesh_plan
 from megatrain.run.folder import RunFolder, RunLock
 
 T = TypeVar("T")
@@ -42,11 +42,12 @@ class StartAgain(MegatrainError):
 
 
 class EndedBefore(MegatrainError):
-    """An earlier attempt of this job ended with an error that a restart would repeat."""
+    """An earlier attempt of this job, or another rank of this one, ended with an error that a restart would repeat."""
 
-    def __init__(self, code: int, text: str):
+    def __init__(self, code: int, text: str, attempt: int):
         self.exit_code = code
-        super().__init__(f"{text}\n  (from an earlier attempt; torchrun restarts what would only fail again)")
+        earlier = "\n  (from an earlier attempt; torchrun restarts what would only fail again)"
+        super().__init__(text + (earlier if attempt < launch.attempt() else ""))
 
 
 class Coordinator:
@@ -56,12 +57,14 @@ class Coordinator:
         rank, world: This process's number and the number of processes.
         attempt: How often torchrun has restarted the job.
         restarts: How often the run has been restarted because a rank ran out of device memory.
+        advice: Lines for the log: what is forecast to be faster than the run's layout.
     """
 
     rank = 0
     world = 1
     attempt = 0
     restarts = 0
+    advice: Sequence[str] = ()
 
     @property
     def is_main(self) -> bool:
@@ -224,6 +227,9 @@ class DistributedCoordinator(Coordinator):
 
     def _smaller(self, where: str) -> MegatrainError:
         """Note the next smaller plan for the restart, and return the error that ends this process."""
+        if self._run.engine == "host":  # the plan is reduced, or refused, when the engine is made again
+            note_out_of_memory(Path(self._run.run.dir), self.restarts + 1)
+            return StartAgain(f"{where}: out of device memory; restarting with a smaller plan")
         smaller = mesh_plan(self._run, self.restarts).reduced(self._run.rows_per_step)
         if smaller is None:
             remedy = "more tensor, pipeline or shard ranks, or shorter rows (data.max_tokens)"
@@ -238,23 +244,27 @@ class DistributedCoordinator(Coordinator):
 
 @contextmanager
 def coordinated(run: RunConfig) -> Iterator[Coordinator]:
-    """The coordinator of a run; for `engine: mesh`, with the process group and the watchdog of its ranks.
+    """The coordinator of a run; of several ranks, or with `engine: mesh`, with their process group and watchdog.
 
     Raises:
-        UserError: The layout of `engine: mesh` cannot run; raised before any process group is made, on rank 0 alone.
+        UserError: The run is not for several ranks, or the layout of `engine: mesh` cannot run; raised before any process group
+            is made, on rank 0, or on another rank that alone finds it.
     """
-    if run.engine == "host":
+    if run.engine == "host" and launch.world_size() == 1:
         yield Coordinator()
         return
     main = launch.rank() == 0
     raise_noted_error(main)
     try:
         with noting_repeating_errors():
-            check_mesh(run)
+            check_mesh(run) if run.engine == "mesh" else check_host_ranks(run)
+        advice = advice_on_layout(run, measure=False) if main and run.engine == "mesh" else []
     except UserError as error:
         if main:
-            raise
-        raise SystemExit(error.exit_code) from error
+            launch.tell_end()
+        elif launch.end_was_told():
+            raise SystemExit(error.exit_code) from error
+        raise
     device, limits = launch.device_of_rank(run.run.device), section_limits(run.watchdog)
     with (
         _joined(device, collective_timeout_s(limits)),
@@ -262,7 +272,9 @@ def coordinated(run: RunConfig) -> Iterator[Coordinator]:
         Watchdog(Path(run.run.dir), limits) as watchdog,
         watchdog.ending_after_errors(),
     ):
-        yield DistributedCoordinator(run, device, watchdog)
+        coordinator = DistributedCoordinator(run, device, watchdog)
+        coordinator.advice = advice
+        yield coordinator
 
 
 @contextmanager
@@ -277,11 +289,14 @@ def noting_repeating_errors() -> Iterator[None]:
 
 
 def raise_noted_error(main: bool) -> None:
-    """Raise the noted error that ended an earlier attempt of this job, if any; ranks other than 0 exit silently."""
+    """Raise the noted error that ended an attempt of this job, if any; ranks other than 0 exit silently."""
     if (end := launch.noted_end()) is None:
         return
     if main:
-        raise EndedBefore(*end)
+        launch.tell_end()
+        if not (launch.one_command() and end[2] < launch.attempt()):  # else the user has read it already
+            raise EndedBefore(*end)
+    launch.end_was_told()
     raise SystemExit(end[0])
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checkpoint.reader import is_complete, latest_complete
+from megatrain.checkpoint.reader import latest_complete
 from megatrain.config.schema import RunConfig
 from megatrain.data.rows import PackedRows
 from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
-from megatrain.run.engine_factory import make_engine
+from megatrain.run.coordinator import coordinated
+from megatrain.run.engine_factory import Shapes, make_engine
 from megatrain.run.folder import RunFolder
 from megatrain.run.prepare import prepare_eval
 from megatrain.units import counted
@@ -93,6 +94,8 @@ def evaluate(
 def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSummary:
     """Evaluate a run's model, or a checkpoint of it, on its held-out data (`data.val`), and print the result.
 
+    Where there are several ranks, every one calls this.
+
     Args:
         run: The config; see `load_config`.
         checkpoint: A checkpoint (its exact fp32 weights are used), or any Hugging Face folder; None: `model.path`.
@@ -108,14 +111,14 @@ def evaluate_run(run: RunConfig, *, checkpoint: Path | None = None) -> EvalSumma
     if checkpoint is not None:
         model = run.model.model_copy(update={"path": str(checkpoint), "init": "pretrained"})
         run = run.model_copy(update={"model": model})
-    with RunLogger() as log:
+    with coordinated(run) as coordinator, RunLogger(quiet=not coordinator.is_main) as log:
         if checkpoint is None and latest_complete(RunFolder(run.run.dir).checkpoints) is not None:
             log.info(f"evaluating {run.model.path}; for the trained model: megatrain eval {run.run.dir}")
-        folder, rows = prepare_eval(run, log=log.info)
-        with make_engine(run, folder, for_training=False) as engine:
-            if checkpoint is not None and is_complete(checkpoint):
-                engine.load(checkpoint)
+        folder, rows = coordinator.in_turn(lambda: prepare_eval(run, log=log.info))
+        shapes = Shapes.of(run.rows_per_step, None, rows)
+        with make_engine(run, folder, for_training=False, shapes=shapes, watch=coordinator.section) as engine:
             found = evaluate(engine, rows, rows_per_batch=run.rows_per_step)
+        coordinator.finish()
         assert found is not None, "nothing aborts this evaluation"
         if len(found.sources) > 1:
             for name, part in found.sources:

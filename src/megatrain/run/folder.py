@@ -25,20 +25,21 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from megatrain.checkpoint.files import remove_folder, remove_leftovers
-from megatrain.checkpoint.format import MARKER_FILE
+from megatrain.checkpoint.files import leftover_bytes, remove_folder, remove_leftovers
+from megatrain.checkpoint.format import MARKER_FILE, read_manifest
 from megatrain.checkpoint.reader import is_complete, latest_complete
 from megatrain.config.load import dump_config
 from megatrain.config.schema import RunConfig
 from megatrain.errors import MegatrainError, UserError, WriteFailed, writing
 from megatrain.metrics.logger import RunLogger
+from megatrain.run.signals import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,9 @@ class RunLock:
         """Take the lock; a warning where the file system has none.
 
         Raises:
-            UserError: Another process holds it.
+            UserError: Another process holds it; or a file of the folder is a link, through which the run would write elsewhere.
         """
+        _refuse_links(self._folder)
         missing = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -241,13 +243,22 @@ class RunFolder:
         return inside <= own and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def _chosen(self, chosen: Path, used: bool) -> Path:
-        if not is_complete(chosen):
-            there = "is not a complete checkpoint" if chosen.is_dir() else "no such checkpoint folder"
+        try:
+            read_manifest(chosen)
+        except UserError as error:
+            there = "no such checkpoint folder"
+            if chosen.is_dir():
+                place = "" if error.where is None or error.where == str(chosen) else f"{error.where}: "
+                there = (
+                    error.what
+                    if "is not a complete" in error.what
+                    else f"is not a complete checkpoint: {place}{error.what}"
+                )
             newest = latest_complete(chosen / "checkpoints") if (chosen / "checkpoints").is_dir() else None
             remedy = (
                 f"its newest is {newest}" if newest is not None else "give a folder like RUN/checkpoints/step_000100"
             )
-            raise UserError(there, f"--resume {chosen}", remedy)
+            raise UserError(there, f"--resume {chosen}", remedy) from error
         if used and chosen.resolve().parent != self.checkpoints.resolve():
             raise UserError(
                 f"holds another run than {chosen}",
@@ -300,11 +311,27 @@ class RunFolder:
         """
         if keep is None or self._read_only:
             return
-        complete = [path for path in self._step_folders(self.checkpoints) if is_complete(path)]
-        for path in complete[:-keep]:
+        # A link is the user's own: to remove what it leads to could be a surprise.
+        for path in [path for path in self._complete() if not path.is_symlink()][:-keep]:
             if keep_every is None or _step_of(path) % keep_every:
                 remove_folder(path)
                 logger.info("removed %s (checkpoint.keep: %d)", path, keep)
+
+    def complete_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, in order."""
+        return [_step_of(path) for path in self._complete()]
+
+    def bytes_there(self, steps: Collection[int]) -> int:
+        """Bytes of the checkpoints of some steps and of the run's small files, and of what `tidy` will remove."""
+        own = [self.config, self.metrics, self.plot, self.checkpoints / "latest"]
+        own += [self.path / name for name in ("log.txt", LOCK_NAME)]
+        for step in steps:
+            own += self.checkpoint(step).rglob("*")
+        left = leftover_bytes(self.checkpoints) + leftover_bytes(self.weights)
+        return left + sum(file.lstat().st_size for file in own if file.is_file())
+
+    def _complete(self) -> list[Path]:
+        return [path for path in self._step_folders(self.checkpoints) if is_complete(path)]
 
     def _step_folders(self, parent: Path) -> list[Path]:
         if not parent.is_dir():
@@ -330,12 +357,23 @@ def errors_into_log(log: RunLogger, folder: RunFolder) -> Iterator[None]:
         text = f"interrupted; {resume} --resume auto"
         log.to_file(text)
         raise KeyboardInterrupt(text) from None
+    except Stopped:
+        raise  # a request, and no error
     except MegatrainError as error:
         log.to_file(f"error: {error}")
         raise
     except BaseException as error:
         log.to_file(f"error: {type(error).__name__}: {error}", error)
         raise
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise if a file that a run writes is a symbolic link. `checkpoints` itself may be one, to a larger disk."""
+    written = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints/latest")
+    for name in (LOCK_NAME, "log.txt", *written, *(f"{name}.new" for name in written)):
+        if (folder / name).is_symlink():
+            what = f"is a symbolic link, and the run would write to {(folder / name).readlink()}"
+            raise UserError(what, str(folder / name), "remove the link, or set run.dir to another place")
 
 
 def _step_of(path: Path) -> int:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ from megatrain.metrics.mfu import Utilisation
 from megatrain.metrics.record import MeshRecord, PipelineRecord, StepRecord, with_shares
 from megatrain.models.build import load_model_config
 from megatrain.planner.model_cost import shape_of
+from megatrain.planner.plan import UNPLANNED_SHARE
 from megatrain.units import counted, size_lines
 
 WATERMARK_EVERY_S = 0.5
@@ -50,7 +52,9 @@ class RunHealth:
         if device_of(run.run.device).type == "cpu":
             # Ranks of one host share its processors there, and threads that wait for work take processor time, too.
             limits["straggler"] = None
-        self._alerts = AlertWatch(limits, run.alerts.steps, run.memory.device_fraction)
+        fraction = run.memory.device_fraction
+        fraction = 1 - UNPLANNED_SHARE if fraction == "auto" else fraction
+        self._alerts = AlertWatch(limits, run.alerts.steps, fraction)
         self._machine = known_machine(run.run.device) if run.metrics.instruments else None
         self._utilisation = utilisation_of(run, model_folder, world)
 
@@ -85,6 +89,18 @@ class RunHealth:
             for alert in self._alerts.check(record, ranks)
         ]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The state of the alerts that act, as JSON data for a checkpoint; empty where alerts only warn.
+
+        It depends on times, so two equal runs with acting alerts write checkpoints that differ in it.
+        """
+        acting: list[Rule] = [rule for rule in PIPELINE_RULES if getattr(self._run.alerts, f"{rule}_action") != "warn"]
+        return self._alerts.as_dict(acting) if acting else {}
+
+    def restore(self, alerts: Mapping[str, Any]) -> None:
+        """Continue from the alerts' state in a checkpoint."""
+        self._alerts.restore(alerts)
+
     def host_memory_low(self, memory: Mapping[str, int]) -> HostMemoryLow:
         """The error that ends a run whose host memory is low, with the breakdown of the engine's `memory`."""
         lines = {
@@ -93,11 +109,22 @@ class RunHealth:
             **{name.replace("host_", "of it: "): size for name, size in memory.items() if name.startswith("host_")},
         }
         table = "\n".join(size_lines(lines, smallest_bytes=1))
+        run, rows = self._run, self._run.rows_per_step
+        less = (
+            [f"batch.tokens_per_step: {rows // 2 * run.data.max_tokens} (now {run.batch.tokens_per_step})"]
+            if rows > 1
+            else []
+        )
+        if run.activations.offload_input != "off":
+            less.append(f"activations.offload_input: off (now {run.activations.offload_input})")
+        if run.checkpoint.background and run.checkpoint.every_steps is not None:
+            less.append("checkpoint.background: false (now true)")
+        now = run.memory.host_gib
+        less.append(f"memory.host_gib: a smaller one (now {now if now == 'auto' else f'{now:g}'})")
         return HostMemoryLow(
             f"host memory is below memory.host_reserve_gib: {self._run.memory.host_reserve_gib:g}; the run was saved and ended "
             f"before the system kills it\n{table}\n"
-            "  -> end other processes on this machine, or use less: memory.host_gib, activations.offload_input: off, fewer rows "
-            "per step (batch.tokens_per_step); then resume with --resume auto"
+            f"  -> end other processes on this machine, or use less: {', '.join(less)}; then resume with --resume auto"
         )
 
 
@@ -202,7 +229,12 @@ class DivergenceGuard:
         self._recent.append(record.loss)
         return None
 
-    def start_over(self) -> None:
-        """Forget all records, after a rollback."""
-        self._bad_in_a_row = 0
+    def as_dict(self) -> dict[str, Any]:
+        """The history that decides, as JSON data for a checkpoint."""
+        return {"bad_in_a_row": self._bad_in_a_row, "recent_losses": list(self._recent)}
+
+    def restore(self, history: Mapping[str, Any]) -> None:
+        """Continue from the history of a checkpoint (`as_dict`), at a resume or a rollback. An empty one starts over."""
+        self._bad_in_a_row = int(history.get("bad_in_a_row", 0))
         self._recent.clear()
+        self._recent.extend(map(float, history.get("recent_losses", ())))

@@ -12,6 +12,7 @@ went wrong. It is kept in every checkpoint.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import time
@@ -21,28 +22,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.reader import latest_complete
+from megatrain.checkpoint.reader import latest_complete, saved_extra
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.data.rows import Prefetcher
 from megatrain.engine.base import Engine
 from megatrain.engine.plan import named_device
 from megatrain.errors import HostMemoryLow, NumericStop, UserError, WriteFailed
+from megatrain.metrics.laps import Laps
 from megatrain.metrics.logger import RunLogger, quiet_libraries
+from megatrain.metrics.output import lasting_output
 from megatrain.metrics.plot import LossPlot
 from megatrain.metrics.record import MeshRecord, MetricsWriter, StepRecord
 from megatrain.metrics.trackers import Trackers
 from megatrain.run.coordinator import Coordinator, coordinated
-from megatrain.run.engine_factory import make_engine
+from megatrain.run.engine_factory import Shapes, make_engine
 from megatrain.run.evaluate import evaluate
 from megatrain.run.folder import RunFolder, errors_into_log
 from megatrain.run.health import Divergence, DivergenceGuard, HostWatermark, RunHealth
 from megatrain.run.prepare import Prepared, prepare
 from megatrain.run.resume import PastRates
 from megatrain.run.saves import RunSaves, is_due
-from megatrain.run.signals import Requests, StopSignals
+from megatrain.run.signals import Requests, Stopped, StopSignals
 from megatrain.units import GIB, counted, gib
 
 logger = logging.getLogger(__name__)
+
+ECHO_S = 2.0
+"""Ranks get a signal from the terminal or the batch system, and within this time once more from torchrun."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class TrainSummary:
 
     folder: Path
     step: int  # the last one
-    total_steps: int  # length of the schedule
+    total_steps: int  # length of the schedule; 0 if the run was stopped before its first step
     first_loss: float | None  # training loss of the run's first step that had one
     last_loss: float | None
     val_loss: float | None  # the newest validation loss
@@ -83,27 +89,62 @@ def train(
         NumericStop: The run has diverged, and may not roll back (any more).
         HostMemoryLow: Host memory is low; the state was saved.
         WriteFailed: The disk refuses a file of the run; the state was saved, unless the error says otherwise.
-        KeyboardInterrupt: A second SIGINT or SIGTERM.
+        KeyboardInterrupt: A second SIGINT or SIGTERM; see [Note: signals of a run] in signals.py.
         SystemExit: On ranks other than 0, where rank 0 raises one of the above.
     """
     quiet_libraries()
     with (
+        lasting_output(),
         coordinated(run) as coordinator,
-        StopSignals() as signals,
-        RunLogger(quiet=not coordinator.is_main) as log,
+        StopSignals(ECHO_S if coordinator.world > 1 else 0.0) as signals,
+        RunLogger(quiet=not coordinator.is_main, line_every_s=run.metrics.print_every_s) as log,
         coordinator.lock(Path(run.run.dir)),
-        ExitStack() as start,
     ):
-        start.enter_context(coordinator.section("start"))
         folder = RunFolder(run.run.dir, read_only=not coordinator.is_main)
+        try:
+            return _train(run, folder, resume, allow_changes, engine, coordinator, signals, log)
+        except Stopped as stopped:
+            log.info(f"stopped by {stopped} before the first step; there was nothing to save")
+            return _stopped_at_the_start(folder, resume, str(stopped))
+        except SystemExit:
+            if signals.requested is None:
+                raise
+            raise SystemExit(0) from None  # rank 0 has ended because of the same signal
+
+
+def _train(
+    run: RunConfig,
+    folder: RunFolder,
+    resume: str | None,
+    allow_changes: Collection[ChangeName],
+    engine: Engine | None,
+    coordinator: Coordinator,
+    signals: StopSignals,
+    log: RunLogger,
+) -> TrainSummary:
+    """`train` in its surroundings. Raises Stopped if a signal comes before the first step of this process has been taken."""
+    laps = Laps.of_process()
+    with ExitStack() as start:
+        start.enter_context(coordinator.section("start"))
         resume = coordinator.resume_from(folder, resume)
-        prepared = coordinator.in_turn(lambda: prepare(run, resume=resume, allow_changes=allow_changes, log=log.info))
+
+        today = coordinator.gather(datetime.date.today().isoformat())[0]
+
+        def prepare_here() -> Prepared:
+            # The others wait for rank 0 meanwhile, and learn of its end. Anywhere else a rank that left would leave them waiting.
+            signals.nothing_to_save = coordinator.is_main
+            found = prepare(run, resume=resume, allow_changes=allow_changes, today=today, log=log.info)
+            signals.nothing_to_save = coordinator.world == 1
+            return found
+
+        prepared = coordinator.in_turn(prepare_here)
+        laps.end("checks and data")
+        for line in coordinator.advice:
+            log.warning(line)
         requests = Requests(signals, folder, coordinator)
         if requests.poll(files=False):
-            log.info(f"stopped by {requests.stop} before the first step")
             coordinator.finish()
-            step, total = prepared.past.step, prepared.total_steps
-            return TrainSummary(folder.path, step, total, None, None, None, None, prepared.start_from, requests.stop)
+            raise Stopped(requests.stop)
         with errors_into_log(log, folder):
             folder.open(run, log)
             coordinator.begin(folder.path)
@@ -113,7 +154,8 @@ def train(
                 )
                 log.info(f"attempt {coordinator.attempt + 1} of this job: restarted after a failure, {resumed}")
             with engine_for(prepared, engine, coordinator, log) as running:
-                loop = TrainingLoop(prepared, running, folder, log, requests, coordinator)
+                laps.split(running.start_seconds, rest="other")
+                loop = TrainingLoop(prepared, running, folder, log, requests, coordinator, laps)
                 start.close()
                 summary = loop.run()
             coordinator.finish()
@@ -121,18 +163,36 @@ def train(
             return summary
 
 
+def _stopped_at_the_start(folder: RunFolder, resume: str | None, signal: str) -> TrainSummary:
+    """The outcome of a process that took no step: the run is where its checkpoint left it."""
+    checkpoint = None
+    if resume is not None:
+        checkpoint = latest_complete(folder.checkpoints) if resume in ("auto", "latest") else Path(resume)
+    step = int(saved_extra(checkpoint)["step"]) if checkpoint is not None else 0
+    return TrainSummary(folder.path, step, 0, None, None, None, None, checkpoint, signal)
+
+
 @contextmanager
 def engine_for(prepared: Prepared, given: Engine | None, coordinator: Coordinator, log: RunLogger) -> Iterator[Engine]:
     """The given engine; or a new one, which is closed at the end."""
     if given is not None:
+        given.shipped.update(prepared.shipped)
         yield given
         return
     run, weights = prepared.run, prepared.start_from is None
     made = "making random" if run.model.init == "random" else "reading the"
     log.info(f"{made} weights" if weights else "allocating weights and moments")  # takes minutes for a large model
-    engine = make_engine(
-        run, prepared.model_folder, weights=weights, restarts=coordinator.restarts, watch=coordinator.section
-    )
+    with coordinator.restarting_on_out_of_memory(prepared.past.step + 1):
+        engine = make_engine(
+            run,
+            prepared.model_folder,
+            weights=weights,
+            shapes=Shapes.of(run.rows_per_step, prepared.loader, prepared.val),
+            plan=prepared.plan,
+            restarts=coordinator.restarts,
+            watch=coordinator.section,
+        )
+    engine.shipped.update(prepared.shipped)
     try:
         yield engine
     except KeyboardInterrupt:
@@ -181,6 +241,20 @@ class RunRecords:
             self._plot.update(self.history)
             self._metrics.write(record)
 
+    def complete(self, record: StepRecord) -> None:
+        """Put a record in the place of the last one, which is of the same step and misses something; `add` it if there is none.
+
+        Raises:
+            WriteFailed: As `add`.
+        """
+        if not self.history or self.history[-1].step != record.step:
+            self.add(record)
+            return
+        self.history[-1] = record
+        if self._writes:
+            self._trackers.write(record)
+            self._metrics.rewrite(self.history)
+
     def __enter__(self) -> RunRecords:
         return self
 
@@ -202,16 +276,21 @@ class TrainingLoop:
         log: RunLogger,
         requests: Requests,
         coordinator: Coordinator,
+        laps: Laps,
     ):
+        self._laps = laps
         self.config, self.engine, self.folder = prepared.run, engine, folder
         self.log, self.requests, self.coordinator = log, requests, coordinator
         self.loader, self.val = prepared.loader, prepared.val
         self.total_steps, self.learning_rate_at = prepared.total_steps, prepared.learning_rate_at
         past = self.past = prepared.past
         self.step, self.data_offset, self.rollbacks = past.step, past.data_offset, past.rollbacks
+        self.skipped_steps = past.skipped_steps
         self.rates = PastRates(self.learning_rate_at, self.step)
         self.guard = DivergenceGuard(self.config.run.max_bad_steps, self.config.run.loss_spike)
+        self.guard.restore(past.guard)
         self.health = RunHealth(self.config, prepared.model_folder, coordinator.world)
+        self.health.restore(past.alerts)
         self.saves = RunSaves(
             engine,
             folder,
@@ -221,6 +300,7 @@ class TrainingLoop:
             prepared.start_from,
             prepared.checkpoint_bytes,
             log.state,
+            int(self.config.memory.host_reserve_gib * GIB),
         )
         self.memory_low: HostMemoryLow | None = None
         self.write_failed: WriteFailed | None = None
@@ -232,7 +312,7 @@ class TrainingLoop:
         if prepared.start_from is not None:
             self.log.info(f"resuming after step {self.step}: reading {prepared.start_from}")
             with self._explaining_damage():
-                self.engine.load(prepared.start_from, wait=False)
+                self.engine.load(prepared.start_from, wait=False, convert_states=True)  # allowed by name, in `past_of`
 
     def run(self) -> TrainSummary:
         """Train to the end of the schedule, or until the run is asked to stop."""
@@ -262,8 +342,10 @@ class TrainingLoop:
         self.folder.set_aside(after_step=self.step)
         with RunRecords(self.config, self.folder, self.step, self.log, writes=self.coordinator.is_main) as self.records:
             self.log.begin(self.step, self.total_steps)
-            self._before_first_step()
             with self._batches() as batches, self._host_watermark():
+                self._before_first_step()
+                if self.memory_low is not None:
+                    raise self.memory_low
                 while self._continues():
                     record, ranks = self._take_step(batches)
                     self.step += 1
@@ -296,6 +378,7 @@ class TrainingLoop:
     # ---------------------------------------------------------------- a step
 
     def _before_first_step(self) -> None:
+        self._evaluate_what_was_cut_short()
         if self.step >= self.total_steps:
             self.log.info(
                 f"nothing left to do: {self.step:,} of {counted(self.total_steps, 'step')} taken; to continue, raise "
@@ -304,6 +387,19 @@ class TrainingLoop:
             )
         if self.step == 0 and self.config.eval.at_start and not self.requests.stop:
             self._record(self._evaluate(self._step_record(step=0)))
+
+    def _evaluate_what_was_cut_short(self) -> None:
+        """Measure the validation loss of the step that the run resumes after, if it was due and a stop came first."""
+        if self.step == 0 or self.val is None or not self._evaluation_is_due():
+            return
+        last = self.records.history[-1] if self.records.history else None
+        record = last if last is not None and last.step == self.step else self._step_record(step=self.step)
+        if not self.coordinator.broadcast(record.val_tokens is None) or self.requests.poll():
+            return
+        self.log.info(f"step {self.step}: its validation loss is missing, an earlier process was stopped before it")
+        record = self._evaluate(record)
+        if record.val_tokens is not None:
+            self._record(record, complete=True)
 
     def _take_step(self, batches: Prefetcher) -> tuple[StepRecord, MeshRecord | None]:
         """One optimizer step; see [Note: what a step number means]."""
@@ -328,7 +424,7 @@ class TrainingLoop:
             self.log.warning(f"step {step}: no target token in its samples, nothing was changed: {places}")
         profiled = ranks is not None and ranks.sampled
         mfu = None if profiled else self.health.mfu(documents, result.tokens, step_s)
-        before = self.records.history[-1].skipped_steps if self.records.history else 0
+        self.skipped_steps += bool(result.skipped)
         record = self._step_record(
             step=step,
             epoch=(step + self.data_offset) / self.loader.steps_per_epoch,
@@ -343,7 +439,7 @@ class TrainingLoop:
             split_s={name: seconds for name, seconds in result.seconds.items() if name != "step"},
             mfu=mfu,
             skipped=result.skipped,
-            skipped_steps=before + bool(result.skipped),
+            skipped_steps=self.skipped_steps,
             pipeline=self.health.pipeline(result.pipeline, data_wait_s),
             mesh=ranks.plain(mfu) if ranks is not None else {},
         )
@@ -394,10 +490,13 @@ class TrainingLoop:
         with self.log.state("first step: compiling" if compiles else "first step"):
             yield
         self.stepped = True
+        self._laps.end("first step")
+        logger.debug("from the command to the end of the first step %s", self._laps)
+        self.requests.something_to_save()
 
-    def _record(self, record: StepRecord) -> None:
+    def _record(self, record: StepRecord, *, complete: bool = False) -> None:
         try:
-            self.records.add(record)
+            (self.records.complete if complete else self.records.add)(record)
         except WriteFailed as error:  # the step itself has been taken: it is saved before the run ends
             self.write_failed = self.write_failed or error
             self.requests.request_stop(f"the disk, which refuses {error.where},")
@@ -462,7 +561,7 @@ class TrainingLoop:
         may = run.on_divergence == "rollback" or diverged.go_back
         if not may or self.rollbacks >= run.max_rollbacks or target is None:
             raise NumericStop(_why_it_stops(diverged, target, self.rollbacks, run.max_rollbacks))
-        extra = self.engine.load(target, wait=False)
+        extra = self.engine.load(target, wait=False, convert_states=True)
         back_to = int(extra["step"])
         self.rollbacks += 1
         self.data_offset += diverged.step - back_to
@@ -471,7 +570,8 @@ class TrainingLoop:
             f"{back_to + 1} to {diverged.step} with later data"
         )
         self.step = back_to
-        self.guard.start_over()
+        self.skipped_steps = int(extra.get("skipped_steps", 0))
+        self.guard.restore(extra.get("guard", {}))
         self.saves.went_back(back_to, target)
 
     # ---------------------------------------------------------------- the end
@@ -482,10 +582,10 @@ class TrainingLoop:
         Raises:
             NumericStop: Every step of the run was skipped.
         """
-        steps = [record for record in self.records.history if record.step > 0]
-        reason = steps[-1].skipped if steps and all(record.skipped for record in steps) else None
+        last = self.records.history[-1].skipped if self.records.history else None
+        reason = (last or "not finite") if self.step and self.skipped_steps == self.step else None
         if reason := self.coordinator.broadcast(reason):
-            skipped = "the only step was" if len(steps) == 1 else f"all {len(steps)} steps were"
+            skipped = "the only step was" if self.step == 1 else f"all {self.step} steps were"
             raise NumericStop(
                 f"nothing was trained: {skipped} skipped, the last because of: {reason}\n"
                 "  -> check the data (`megatrain data`), lower optim.learning_rate, or compute in another format "
@@ -519,6 +619,9 @@ class TrainingLoop:
             "step": self.step,
             "data_offset": self.data_offset,
             "rollbacks": self.rollbacks,
+            "skipped_steps": self.skipped_steps,
+            "guard": self.guard.as_dict(),
+            "alerts": self.health.as_dict(),
             "past_rates_crc32": self.rates.crc32,
         }
 

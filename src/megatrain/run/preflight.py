@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checkpoint.reader import saved_extra
+from megatrain.checkpoint.reader import check_model_folder, saved_extra
 from megatrain.config.schema import ChangeName, ParallelConfig, RunConfig
 from megatrain.data.load import check_row_length
 from megatrain.data.render import read_template
 from megatrain.data.sources import find_files
+from megatrain.engine.mesh import launch
 from megatrain.engine.plan import MOST_THREADS, device_of
 from megatrain.errors import Problems, UserError
+from megatrain.metrics.trackers import missing_trackers
 from megatrain.models.build import find_model_folder, known_positions, load_model_config
-from megatrain.models.weights import find_weight_files
-from megatrain.optim.adamw import AdamW
+from megatrain.models.folder import offline, refuse_unsafe_folder
+from megatrain.optim.configured import optimizer
 from megatrain.optim.schedule import Schedule, whole_steps
-from megatrain.optim.spec import ParamGroup
 from megatrain.run.folder import RunFolder, nearest_existing
 from megatrain.run.resume import Start, Steps, refuse_known_changes
 from megatrain.units import counted
@@ -77,6 +78,8 @@ def preflight(
     if run.run.threads is not None and run.run.threads > MOST_THREADS:
         what = f"{run.run.threads} threads are more than the {MOST_THREADS} that this machine can use"
         problems.found.append(UserError(what, "run.threads", "leave it out to use the cores of the process"))
+    if launch.rank() == 0:  # which alone writes to trackers
+        problems.found += missing_trackers(run.metrics.trackers)
     if run.engine == "host":
         for name in ParallelConfig.model_fields:
             if getattr(run.parallel, name) != getattr(ParallelConfig(), name):
@@ -91,7 +94,7 @@ def preflight(
     model = preflight_model(run, problems)
     if model is not None and run.model.init == "pretrained" and start.start_from is None:
         with problems.collect():
-            find_weight_files(model.folder)  # the keys of all weight files, against the index if there is one
+            check_model_folder(model.folder)  # the keys of all weight files, against the index if there is one
     preflight_data(run, problems, model)
     return start, model
 
@@ -140,28 +143,20 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoTokenizer
 
+    refuse_unsafe_folder(folder, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        with offline():
+            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        if found.chat_template is not None and not isinstance(found.chat_template, str | dict):
+            raise TypeError(f"its chat template is a {type(found.chat_template).__name__}")
+        return found
+    except Exception as error:  # files of somebody else; the tokenizers library raises nothing more specific
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"has no usable tokenizer: {reason}",
             str(folder),
             "put the tokenizer's files (tokenizer.json, ...) into the folder",
         ) from error
-
-
-def optimizer(run: RunConfig) -> AdamW:
-    """The optimizer that the config describes."""
-    section = run.optim
-    return AdamW(
-        learning_rate=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        groups=tuple(ParamGroup(group.pattern, group.weight_decay, group.lr_scale) for group in section.groups),
-    )
 
 
 def steps_of(run: RunConfig, steps_per_epoch: int | None = None) -> Steps:

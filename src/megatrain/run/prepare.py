@@ -7,16 +7,21 @@ starts only when there are none.
 
 from __future__ import annotations
 
+import datetime
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from megatrain.checkpoint.reader import saved_extra
+from megatrain.checkpoint.writer import checkpoint_size
 from megatrain.config.schema import ChangeName, RunConfig
 from megatrain.data.load import load_data, load_val
 from megatrain.data.rows import PackedRows, StepLoader
 from megatrain.engine.host.engine import parity_engine
-from megatrain.engine.parity_check import verify_family, verify_packing
+from megatrain.engine.mesh.layout import Layout
+from megatrain.engine.parity_check import verify_family, verify_packing, verify_padding
 from megatrain.engine.plan import compute_dtype_of, device_of
 from megatrain.errors import Problems, UserError
 from megatrain.host_memory.available import available_host_bytes
@@ -24,17 +29,25 @@ from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.models.build import build_meta_model
 from megatrain.models.structure import dissect
 from megatrain.models.weights import check_weights
+from megatrain.optim.configured import optimizer
 from megatrain.optim.spec import unmatched_groups
+from megatrain.planner.cpu import RESERVE, check_cpu_memory
+from megatrain.planner.keep import differing, plain_choice, plan_settings
+from megatrain.planner.plan import Plan
 from megatrain.planner.report import plan_text
-from megatrain.planner.run import check_cpu_memory, plan_run
-from megatrain.run.engine_factory import check_mesh
-from megatrain.run.preflight import ModelFiles, optimizer, preflight, preflight_data, preflight_model, steps_of
-from megatrain.run.resume import Past, past_of
-from megatrain.run.saves import checkpoints_at_once, refuse_if_disk_too_small
-from megatrain.units import abbreviated, counted, dtype_name, gib
+from megatrain.planner.run import plan_run
+from megatrain.run.engine_factory import advice_on_layout, check_mesh
+from megatrain.run.folder import RunFolder
+from megatrain.run.preflight import ModelFiles, preflight, preflight_data, preflight_model, steps_of
+from megatrain.run.resume import Past, Start, past_of
+from megatrain.run.saves import checkpoints_at_once, refuse_if_disk_too_small, weights_to_come
+from megatrain.run.shipping import shipped_files
+from megatrain.units import abbreviated, counted, dtype_name, gib, gibs
 
 logger = logging.getLogger(__name__)
 
+WEIGHT_BYTES = 2
+"""Of a parameter in a folder of weights, which is bf16."""
 HIGH_RATE = 0.1
 """Learning rates above this are probably typing errors: AdamW moves a weight by about this much per step, and weights are mostly
 smaller. They may be meant (for a toy model), so they are only a warning."""
@@ -53,10 +66,18 @@ class Prepared:
     learning_rate_at: Callable[[int], float]  # of a step, 0 the first
     past: Past
     checkpoint_bytes: int  # size of a checkpoint
+    plan: Plan | None = None  # of the host engine on a GPU
+    shipped: Mapping[str, bytes | None] = field(default_factory=dict)  # see `shipped_files`
 
 
 def prepare(
-    run: RunConfig, *, resume: str | None, allow_changes: Collection[ChangeName] = (), log: Callable[[str], None]
+    run: RunConfig,
+    *,
+    resume: str | None,
+    allow_changes: Collection[ChangeName] = (),
+    today: str | None = None,
+    log: Callable[[str], None],
+    saves: bool = True,
 ) -> Prepared:
     """Check a run and return its parts. Data are tokenised here, or read from the cache; weights are not read.
 
@@ -64,7 +85,9 @@ def prepare(
         run: The config.
         resume: As for `train`.
         allow_changes: What may differ from the checkpoint's run, besides `run.allow_changes`.
+        today: The date for chat templates that read it, YYYY-MM-DD, in a run that begins; None: this machine's.
         log: Takes the findings, a line each.
+        saves: False for steps whose checkpoints are not the run's: their space is not checked.
 
     Raises:
         UserError, PlanRefused: All problems of the first stage that has any, in one error.
@@ -72,31 +95,37 @@ def prepare(
     allowed: set[ChangeName] = {*allow_changes, *run.run.allow_changes}
     problems = Problems()
     start, files = preflight(run, problems, resume=resume, allowed=allowed)
+    layout: Layout | None = None
     if run.engine == "mesh":
         with problems.collect():
-            check_mesh(run)
+            layout = check_mesh(run)
     problems.raise_all()
     assert files is not None, "the model could not be opened without a problem"
 
-    parameters = 0
+    parameters, plan = 0, None
     with problems.collect():
         parameters = _check_model(run, files, log, read_weights=start.start_from is None)
-    checkpoint_bytes = optimizer(run).bytes_per_parameter * parameters
+    checkpoint_bytes = checkpoint_size(files.folder, run.model.trust_remote_code, parameters, optimizer(run))
     if parameters:
         if run.engine == "host":
             with problems.collect():
-                _check_memory(run, files, log)
-        if run.schedule.steps is not None:
+                plan = _check_memory(run, files, start, log)
+        if saves and run.schedule.steps is not None:
             with problems.collect():
-                _check_disk(run, checkpoint_bytes, run.schedule.steps, log)
+                _check_disk(run, start, checkpoint_bytes, parameters, run.schedule.steps, log)
     problems.raise_all()
 
+    computed = _how_steps_are_computed(run, plan, layout)
+    _say_what_changed(start, computed, plan)
+
+    date = run.data.date or start.then.get("date") or today or datetime.date.today().isoformat()
     rows, val = load_data(
         run.data,
         files.tokenizer,
         vocab_size=files.vocab_size,
         model_max_length=files.positions,
         seed=run.run.seed,
+        date=date,
         log=log,
     )
     loader = StepLoader(rows, run.rows_per_step, seed=run.run.seed)
@@ -105,9 +134,10 @@ def prepare(
         f"{counted(steps.total, 'step')} of {run.batch.tokens_per_step:,} tokens ({loader.steps_per_epoch:,} per epoch); "
         f"{run.schedule.kind} schedule, {counted(steps.warmup, 'step')} of warm-up to {run.optim.learning_rate:g}"
     )
-    if run.schedule.steps is None:
-        _check_disk(run, checkpoint_bytes, steps.total, log)
+    if saves and run.schedule.steps is None:
+        _check_disk(run, start, checkpoint_bytes, parameters, steps.total, log)
     _warn(run, loader)
+    past = past_of(run, start, loader, val, steps, date, allowed)
     return Prepared(
         run=run,
         model_folder=files.folder,
@@ -116,8 +146,10 @@ def prepare(
         val=val,
         total_steps=steps.total,
         learning_rate_at=steps.learning_rate_at,
-        past=past_of(run, start, loader, val, steps, allowed),
+        past=replace(past, remembered={**past.remembered, "plan": computed}),
+        plan=plan,
         checkpoint_bytes=checkpoint_bytes,
+        shipped=shipped_files(run, files.folder, files.config, files.tokenizer, rows, log),
     )
 
 
@@ -130,6 +162,8 @@ def check(run: RunConfig, *, resume: str | None = None, allow_changes: Collectio
     quiet_libraries()
     with RunLogger() as log:
         prepare(run, resume=resume, allow_changes=allow_changes, log=log.info)
+        for line in advice_on_layout(run, measure=True) if run.engine == "mesh" else ():
+            log.warning(line)
         log.info("all checks passed")
 
 
@@ -156,9 +190,18 @@ def prepare_eval(run: RunConfig, *, log: Callable[[str], None]) -> tuple[Path, P
         vocab_size=files.vocab_size,
         model_max_length=files.positions,
         seed=run.run.seed,
+        date=_date_of(files.folder),
         log=log,
     )
     return files.folder, rows
+
+
+def _date_of(folder: Path) -> str | None:
+    """The date that the run of a checkpoint gave its chat template; None if the folder is none of a run."""
+    try:
+        return saved_extra(folder).get("date")
+    except UserError:
+        return None
 
 
 def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], *, read_weights: bool) -> int:
@@ -176,8 +219,8 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
         check_weights(files.folder, structure)
     if run.engine == "host":
         verify_family(files.config, parity_engine, trust_remote_code=run.model.trust_remote_code)
-    if run.data.packing:
-        verify_packing(files.config, **given)
+    verify = verify_packing if run.data.packing else verify_padding
+    verify(files.config, max_tokens=run.data.max_tokens, **given)
     names = [name for unit in structure.units for _, name in unit.full_names()]
     for group in unmatched_groups(names, optimizer(run)):
         raise UserError(
@@ -190,22 +233,70 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
     return sum(unit.layout.numel for unit in structure.units)
 
 
-def _check_memory(run: RunConfig, files: ModelFiles, log: Callable[[str], None]) -> None:
-    """Compare the run with the machine's memory, by its plan on a GPU and by formula on a CPU. Raises PlanRefused."""
+def _check_memory(run: RunConfig, files: ModelFiles, start: Start, log: Callable[[str], None]) -> Plan | None:
+    """Compare the run with the machine's memory, by its plan on a GPU and by formula on a CPU. Raises PlanRefused.
+
+    Returns:
+        The plan, on a GPU.
+    """
     if device_of(run.run.device).type == "cuda":
-        log(plan_text(plan_run(run)))
-        return
+        plan = plan_run(run, then=start.then.get("plan"))
+        log(plan_text(plan))
+        return plan
     lines = check_cpu_memory(run, files.config)
-    log(f"host memory: {gib(sum(lines.values()))} needed, {gib(available_host_bytes())} available")
+    needs, kept, available = gibs(sum(lines.values()), lines.get(RESERVE, 0), available_host_bytes())
+    log(f"host memory: {needs} needed, {kept} of it {RESERVE}; {available} available")
+    return None
 
 
-def _check_disk(run: RunConfig, checkpoint_bytes: int, total_steps: int, log: Callable[[str], None]) -> None:
-    count = checkpoints_at_once(run, total_steps)
+def _how_steps_are_computed(run: RunConfig, plan: Plan | None, layout: Layout | None) -> dict[str, Any]:
+    """What a checkpoint remembers of it: see [Note: what a checkpoint remembers of its run] in resume.py."""
+    found: dict[str, Any] = {"device": device_of(run.run.device).type, "settings": plan_settings(run)}
+    if plan is not None:
+        found["choice"] = plain_choice(plan.choice)
+    if layout is not None:
+        sizes = {f"parallel.{name}": size for name, size in asdict(layout).items()}
+        found["layout"] = {name: list(size) if isinstance(size, tuple) else size for name, size in sizes.items()}
+    return found
+
+
+def _say_what_changed(start: Start, computed: Mapping[str, Any], plan: Plan | None) -> None:
+    """Name what makes a resumed run compute its steps differently than before: sums are rounded in another order then."""
+    then = start.then.get("plan", {})
+    if start.start_from is None or not then:
+        return
+    remarks = list(plan.remarks) if plan is not None else differing(then.get("settings", {}), computed["settings"])
+    remarks += differing(then.get("layout", {}), computed.get("layout", {}))
+    remarks += differing({"the device": then.get("device")}, {"the device": computed["device"]})
+    if remarks:
+        text = (
+            "steps are computed differently than before step %s's checkpoint, results may differ in their last bits: %s"
+        )
+        logger.warning(text, start.then["step"], "; ".join(remarks))
+
+
+def _check_disk(
+    run: RunConfig,
+    start: Start,
+    checkpoint_bytes: int,
+    parameters: int,
+    total_steps: int,
+    log: Callable[[str], None],
+) -> None:
+    """Compare the run's checkpoints and folders of weights with the disk. What the run has there already counts."""
+    folder, step = RunFolder(run.run.dir), int(start.then.get("step", 0))
+    there = [other for other in folder.complete_steps() if other <= step]
+    count = checkpoints_at_once(run, total_steps, step, there)
+    weights = weights_to_come(run, total_steps, step)
     if count:
-        log(f"disk: {gib(checkpoint_bytes)} per checkpoint, at most {count} at once, in {run.run.dir}")
+        of_them = f" ({len(there)} of them there already)" if there else ""
+        log(f"disk: {gib(checkpoint_bytes)} per checkpoint, at most {count} at once{of_them}, in {run.run.dir}")
     else:
         log("disk: no checkpoint is configured (checkpoint.every_steps, checkpoint.at_end)")
-    refuse_if_disk_too_small(run, checkpoint_bytes, count)
+    if count == len(there):  # none is to come
+        count, there = 0, []
+    weights_bytes = checkpoint_bytes * WEIGHT_BYTES // optimizer(run).bytes_per_parameter if parameters else 0
+    refuse_if_disk_too_small(run, checkpoint_bytes, count, weights * weights_bytes, folder.bytes_there(there))
 
 
 def _warn(run: RunConfig, loader: StepLoader) -> None:

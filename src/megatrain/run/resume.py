@@ -5,7 +5,10 @@
 all steps taken. `settings`: those of the optimizer and of number formats. These must be equal, except that only the past of the
 schedule counts: a run may be prolonged as long as no step that was taken would have had another learning rate. `computed_in`: the
 compute dtype, also where `precision.compute_dtype` is auto. `held_out`: some of the samples that were validated on and not
-trained. `data_offset`: batches skipped by rollbacks. `rollbacks`: their number.
+trained. `data_offset`: batches skipped by rollbacks. `rollbacks`: their number. `guard`, `alerts`, `skipped_steps`: the history
+by which the run judges its next steps, so that a resumed run stops, rolls back and alerts where the undisturbed one does. `plan`:
+how steps are computed: the settings that decide it, the planner's choice on a GPU, the layout of the mesh engine; see [Note: the
+cut and the bits] in planner/keep.py.
 
 Each kind of difference has a name (`ChangeName`), by which the user allows it.
 """
@@ -36,7 +39,7 @@ KEYS: dict[str, tuple[ChangeName, str]] = {
     "rows": ("data", "data (rows)"),
     "rows_per_epoch": ("data", "data (rows of an epoch)"),
     "tokens": ("data", "data (tokens)"),
-    "content": ("data", "data (checksum of the samples)"),
+    "content": ("data", "data (checksum of token ids, targets, rows and weights)"),
     "max_tokens": ("data", "data.max_tokens"),
     "rows_per_step": ("batch", "batch.tokens_per_step (rows of a step)"),
     "seed": ("seed", "run.seed"),
@@ -78,7 +81,10 @@ class Past:
     step: int  # the last step taken
     data_offset: int  # see [Note: what a step number means] in loop.py
     rollbacks: int
-    remembered: dict[str, Any]  # what this run's checkpoints will remember of it, besides the numbers above
+    remembered: dict[str, Any]  # what this run's checkpoints will remember of it, besides the other fields
+    skipped_steps: int = 0
+    guard: Mapping[str, Any] = field(default_factory=dict)  # `DivergenceGuard.as_dict`
+    alerts: Mapping[str, Any] = field(default_factory=dict)  # `RunHealth.as_dict`
 
 
 def past_of(
@@ -87,6 +93,7 @@ def past_of(
     loader: StepLoader,
     val: PackedRows | None,
     steps: Steps,
+    date: str,
     allowed: Collection[ChangeName],
 ) -> Past:
     """The run so far, and what its checkpoints will remember. Allowed changes are logged.
@@ -109,6 +116,7 @@ def past_of(
         "settings": settings_of(run),
         "computed_in": str(compute_dtype_of(run.precision.compute_dtype, device_of(run.run.device))).split(".")[-1],
         "model": run.model.path,
+        "date": date,
         "held_out": held_out_hashes(rows, val),
     }
     if start.start_from is None:
@@ -128,7 +136,15 @@ def past_of(
     if not any(change.name == "schedule" for change in found):
         for difference in differences(then, schedule):
             logger.info("%s; the learning rates so far are the same", difference)
-    return Past(int(then["step"]), then.get("data_offset", 0), then.get("rollbacks", 0), remembered)
+    return Past(
+        step=int(then["step"]),
+        data_offset=int(then.get("data_offset", 0)),
+        rollbacks=int(then.get("rollbacks", 0)),
+        remembered=remembered,
+        skipped_steps=int(then.get("skipped_steps", 0)),
+        guard=then.get("guard", {}),
+        alerts=then.get("alerts", {}),
+    )
 
 
 def refuse_known_changes(run: RunConfig, start: Start, steps: Steps | None, allowed: Collection[ChangeName]) -> None:
@@ -164,10 +180,11 @@ def fingerprint_of_config(run: RunConfig) -> dict[str, int]:
 
 
 def content_crc32(rows: PackedRows) -> int:
-    """Checksum of the samples and of how they are packed into rows."""
-    crc = 0
+    """Checksum of what is trained: ids and targets of the samples, how they are packed into rows, and the sources' weights."""
+    crc = zlib.crc32(b"packed" if rows.packing else b"one by one")
     for group in rows.groups:
-        for array in (group.store.hashes, group.segments.samples, group.segments.rows, group.segments.lengths):
+        segments, contents = group.segments, group.store.fingerprints[group.segments.samples]
+        for array in (contents, segments.offsets, segments.lengths, segments.rows, np.array([group.weight])):
             crc = zlib.crc32(memoryview(array.tobytes()), crc)
     return crc
 

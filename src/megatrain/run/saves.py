@@ -6,18 +6,21 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
+from megatrain.checkpoint.host_planes import RESERVED_BYTES
 from megatrain.checkpoint.writer import SLACK_BYTES
 from megatrain.config.schema import CheckpointConfig, RunConfig
 from megatrain.engine.base import Engine
 from megatrain.errors import UserError
+from megatrain.host_memory.available import available_host_bytes
 from megatrain.run.folder import RunFolder, nearest_existing
-from megatrain.units import GIB, counted, gib
+from megatrain.units import GIB, counted, gib, gibs
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class RunSaves:
         step, checkpoint: Where the run starts from.
         size_bytes: Size of a checkpoint, for log lines.
         state: Shows what the run waits for, see `RunLogger.state`.
+        reserve_bytes: Host memory that copies of a background save leave free: below it the run would end.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class RunSaves:
         checkpoint: Path | None,
         size_bytes: int = 0,
         state: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
+        reserve_bytes: int = 0,
     ):
         self._engine, self._folder, self._config, self._extra = engine, folder, config, extra
         self.saved_step, self.checkpoint, self._size_bytes = step, checkpoint, size_bytes
@@ -63,7 +68,8 @@ class RunSaves:
         self._running_step = step
         self._reported_s = 0.0
         self._lock = threading.Lock()
-        self._buffer_bytes = None if config.buffer_gib == "auto" else int(config.buffer_gib * GIB)
+        self._reserve_bytes = reserve_bytes
+        self._next_buffer_bytes: int | None = None  # for copies of the next save, once it is known
 
     def after_step(self, step: int, step_s: float) -> None:
         """Log the progress of a long save; if the next one is near, let the engine prepare it.
@@ -77,7 +83,7 @@ class RunSaves:
         if every is not None and self._config.background:
             steps_left = every - step % every
             if steps_left == 1 or steps_left * step_s <= PREPARED_S:
-                self._engine.prepare_save(self._buffer_bytes)
+                self._engine.prepare_save(self._buffer_bytes())
 
     def save_if_due(self, step: int) -> None:
         """Save after a step if `checkpoint.every_steps` or `weights_every_steps` says so."""
@@ -112,7 +118,7 @@ class RunSaves:
                 weights_only=True,
                 background=self._config.background,
                 on_error=self._config.on_error,
-                buffer_bytes=self._buffer_bytes,
+                buffer_bytes=self._buffer_bytes(),
             ),
         )
 
@@ -133,9 +139,21 @@ class RunSaves:
             extra=self._extra(),
             background=background,
             on_error=self._config.on_error,
-            buffer_bytes=self._buffer_bytes,
+            buffer_bytes=self._buffer_bytes(),
             then=lambda progress: self._ended(target, step, progress),
         )
+        self._next_buffer_bytes = None
+
+    def _buffer_bytes(self) -> int | None:
+        """Bound on copies of the next save; None: the engine's own, which leaves the host its last GiB."""
+        if self._config.buffer_gib != "auto":
+            return int(self._config.buffer_gib * GIB)
+        if self._reserve_bytes <= RESERVED_BYTES:
+            return None
+        if self._next_buffer_bytes is None:  # asked once for each save: memory that is prepared is no longer free
+            free = available_host_bytes()
+            self._next_buffer_bytes = max(0, min(free // 2, free - self._reserve_bytes))
+        return self._next_buffer_bytes
 
     def _ended(self, target: Path, step: int, progress: SaveProgress) -> None:
         """Called in the writer's thread: the checkpoint is complete and was read back."""
@@ -211,32 +229,61 @@ def _details(progress: SaveProgress) -> str:
 # ---------------------------------------------------------------- disk space
 
 
-def checkpoints_at_once(run: RunConfig, total_steps: int) -> int:
-    """Largest number of checkpoints on disk at once: an old one is removed only when the new one is complete."""
-    every = run.checkpoint.every_steps
-    made = (total_steps // every if every else 0) + (
-        1 if run.checkpoint.at_end and not (every and total_steps % every == 0) else 0
-    )
-    return made if run.checkpoint.keep is None else min(made, run.checkpoint.keep + 1)
+def checkpoints_at_once(run: RunConfig, total_steps: int, start: int = 0, there: Sequence[int] = ()) -> int:
+    """Largest number of checkpoints on disk at once: an old one is removed only when the new one is complete.
+
+    Args:
+        run: The config.
+        total_steps: Length of the run.
+        start: The last step taken.
+        there: Steps of the run's checkpoints that exist, in order, up to `start`.
+    """
+    config = run.checkpoint
+    every = config.every_steps or total_steps + 1
+    made = list(range(start - start % every + every, total_steps + 1, every))
+    if config.at_end and total_steps > max([start, *made[-1:]]):
+        made.append(total_steps)
+    recent, kept, most = deque(there), 0, len(there)
+    for step in made:
+        recent.append(step)
+        most = max(most, len(recent) + kept)
+        while config.keep is not None and len(recent) > config.keep:
+            removed = recent.popleft()
+            kept += config.keep_every is not None and removed % config.keep_every == 0
+    return most
 
 
-def refuse_if_disk_too_small(run: RunConfig, checkpoint_bytes: int, count: int) -> None:
-    """Compare the checkpoints with the free space where the run's folder is, or will be.
+def weights_to_come(run: RunConfig, total_steps: int, start: int = 0) -> int:
+    """Folders of weights that the steps after `start` save; none of them is ever removed."""
+    every = run.checkpoint.weights_every_steps
+    return total_steps // every - start // every if every else 0
+
+
+def refuse_if_disk_too_small(
+    run: RunConfig, checkpoint_bytes: int, count: int, weights_bytes: int = 0, there_bytes: int = 0
+) -> None:
+    """Compare what a run will save with the free space where its folder is, or will be.
 
     Args:
         run: The config.
         checkpoint_bytes: Size of one checkpoint.
         count: Number of checkpoints on disk at once.
+        weights_bytes: Size of all folders of weights that will be saved.
+        there_bytes: Size of the checkpoints, among `count`, that are there already, and of what the run removes at its start.
 
     Raises:
         UserError: There is not enough space.
     """
     place = nearest_existing(Path(run.run.dir))
     free = shutil.disk_usage(place).free
-    if count and count * checkpoint_bytes + SLACK_BYTES > free:  # each save wants this slack, for its small files
+    needed = count * checkpoint_bytes + weights_bytes
+    if needed and needed + SLACK_BYTES > free + there_bytes:  # each save wants this slack, for its small files
+        each, weights, there, free_text, slack = gibs(checkpoint_bytes, weights_bytes, there_bytes, free, SLACK_BYTES)
+        parts = [f"{counted(count, 'checkpoint')} of {each}"] if count else []
+        parts += [f"{weights} of weights (checkpoint.weights_every_steps)"] if weights_bytes else []
+        already = f", {there} of it are there already" if there_bytes else ""
         raise UserError(
-            f"not enough space for {counted(count, 'checkpoint')} of {gib(checkpoint_bytes)}: {gib(free)} free, of which "
-            f"{gib(SLACK_BYTES)} must stay free",
+            f"not enough space for {' and '.join(parts)}{already}: {free_text} free, of which {slack} must stay free",
             str(place),
             "free some space, set run.dir to another disk, or keep fewer (checkpoint.keep, checkpoint.every_steps)",
         )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engines import host_engine
 from families import BY_NAME, batch, build
 from megatrain.device.ring import DirectCopier, Slot, SlotState, WeightRing
+from megatrain.device.shards import ALONE, Shards
 from megatrain.device.streams import Streams
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.weights import (
@@ -53,7 +54,7 @@ class Updates:
 class World:
     """A store of small layers, whose weights are their number, and a stream over it that counts loads."""
 
-    def __init__(self, layers: int, slots: int = 2, resident: tuple[str, ...] = ()):
+    def __init__(self, layers: int, slots: int = 2, resident: tuple[str, ...] = (), shards: Shards = ALONE):
         streams = Streams(torch.device("cpu"))
         units = [Unit(f"layer.{i}", f"layers.{i}.", LAYOUT, i) for i in range(layers)]
         self.edges = [Unit(name, "", LAYOUT) for name in ("embedding", "head")]
@@ -74,12 +75,12 @@ class World:
         def slot() -> Slot:
             made = Slot(streams, copier, numel, torch.float32, torch.float32)
             load = made.load
-            made.load = lambda owner, source: (self.loads.append(owner), load(owner, source))[1]  # type: ignore[method-assign]
+            made.load = lambda owner, *rest: (self.loads.append(owner), load(owner, *rest))[1]  # type: ignore[method-assign]
             return made
 
         self.ring = WeightRing([slot() for _ in range(slots)])
-        edge_slots = [(u, None if u.name in resident else slot()) for u in self.edges]
-        self.stream = WeightStream(self.store, units, self.ring, edge_slots, self.updates.gate())
+        edge_slots = [(u, None if u.name in resident and not shards.many else slot()) for u in self.edges]
+        self.stream = WeightStream(self.store, units, self.ring, edge_slots, self.updates.gate(), streams, shards)
 
     def use(self, layer: int) -> None:
         weights = self.stream.fetch(layer)
@@ -96,14 +97,17 @@ def test_each_layer_is_loaded_before_it_is_fetched() -> None:
     assert world.loads[3:] == ["layer.3"]
 
 
+STREAMS: dict[str, Any] = {
+    "layers": st.integers(1, 7),
+    "segment": st.integers(1, 4),
+    "accumulation_steps": st.integers(1, 2),
+    "slots": st.integers(2, 9),
+    "data": st.data(),
+}
+
+
 @settings(max_examples=40, deadline=None)
-@given(
-    layers=st.integers(1, 7),
-    segment=st.integers(1, 4),
-    accumulation_steps=st.integers(1, 2),
-    slots=st.integers(2, 9),
-    data=st.data(),
-)
+@given(**STREAMS)
 def test_every_fetch_returns_the_right_weights_whatever_is_resident_or_late(
     layers: int, segment: int, accumulation_steps: int, slots: int, data: st.DataObject
 ) -> None:
@@ -118,6 +122,33 @@ def test_every_fetch_returns_the_right_weights_whatever_is_resident_or_late(
     assert len(world.ring.slots) == slots
     if slots >= layers:
         assert len(world.loads) == layers - len(resident), "with room for all, each is loaded once"
+
+
+class TwoRanks(Shards):
+    """The rules of several ranks, without any."""
+
+    many = True  # type: ignore[assignment]
+
+
+@settings(max_examples=60, deadline=None)
+@given(**STREAMS)
+def test_ranks_load_alike_whatever_is_late(
+    layers: int, segment: int, accumulation_steps: int, slots: int, data: st.DataObject
+) -> None:
+    """[Note: all ranks load alike]: a load is a collective, and ranks see different updates finished."""
+    names = [f"layer.{i}" for i in range(layers)]
+    resident = data.draw(st.sets(st.sampled_from(names)))
+    loads = []
+    for _ in range(2):
+        world = World(layers, slots, tuple(resident), TwoRanks())
+        for _ in range(2):  # steps
+            world.updates.busy = set(data.draw(st.sets(st.sampled_from(names)))) - resident
+            world.stream.follow(order := training_fetch_order(layers, segment, accumulation_steps))
+            for layer in order:
+                world.use(layer)
+            world.stream.drop_all()
+        loads.append(world.loads)
+    assert loads[0] == loads[1]
 
 
 def test_the_turn_from_forward_to_backward_loads_nothing_twice() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig
 
 import families
 from megatrain.engine.mesh.context_parallel import zigzag_order
 from megatrain.engine.mesh.layout import SCHEDULES, Layout, MeshPlan, split_layers
 from megatrain.errors import UserError
 
+FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 1024}
 LLAMA = families.config(families.BY_NAME["llama"])  # 4 layers, 4 heads, 2 kv heads
 
 
@@ -29,7 +31,7 @@ def test_all_problems_are_reported_at_once_with_sizes_that_would_fit():
     assert "microbatches 4 are fewer than the 8" in text
     assert "4 layers cannot fill pipeline 8 x virtual 2" in text and "pipeline 2 would fit" in text
     assert "is not a multiple of tensor 5; tensor 1 or 2 or" in text
-    assert "1 rows per step are fewer than" in text
+    assert "a step has 1 row, fewer than 3 data ranks x 4 microbatches = 12" in text
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,14 @@ def test_every_tensor_rank_has_rows_of_the_vocabulary():
     """With 64 ranks of 4 rows each, the last one would have none of 251 rows."""
     assert any("vocab_size 251 leaves a rank of tensor 64" in p for p in Layout(tensor=64).problems(LLAMA, world=64))
     assert not any("vocab_size" in p for p in Layout(tensor=32).problems(LLAMA, world=32))
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **FACTORS}])
+def test_context_parallel_refuses_rotary_frequencies_that_depend_on_a_documents_length(rope):
+    config = LlamaConfig(rope_parameters={"rope_theta": 1e4, **rope})
+    (problem,) = Layout(context=2).problems(config, world=2)
+    assert f"the rotary scaling {rope['rope_type']} needs their length" in problem
+    assert Layout(context=1, shard=2).problems(config, world=2) == []
 
 
 def test_context_parallel_refuses_layers_it_cannot_split():

@@ -235,9 +235,30 @@ def test_an_error_that_would_repeat_is_not_retried(files: Path, tmp_path: Path) 
     (statuses,) = re.findall(r"exit codes (.*)", str(ended.value))
     first, *others = json.loads(statuses)
     # In the later attempts rank 0 may get SIGTERM because rank 1 has ended already.
-    assert set(first) == {2} and {s for each in others for s in each} <= {2, -signal.SIGTERM}
+    assert set(first) == {2} and {s for each in others for s in each} <= {2, 130, -signal.SIGTERM}
     assert all(2 in each for each in others)
     assert "error: " in run.with_suffix(".log").read_text()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_layout_that_cannot_run_is_told_once_and_blames_no_earlier_attempt(
+    files: Path, tmp_path: Path, late: int
+) -> None:
+    """Whichever rank comes first; and torchrun ends the others as soon as one has ended."""
+
+    def sabotage(rank: int, attempt: int) -> None:
+        if rank == late:
+            time.sleep(1.0)
+
+    log = tmp_path / "log"
+    words = ["train", str(files / "run.yaml"), "--run.dir", str(tmp_path / "run"), "--parallel.pipeline=2"]
+    words += ["--parallel.tensor=1", "--batch.tokens_per_step=64"]
+    with pytest.raises(AssertionError, match=r"exit codes \[\[(2, -?\d+|-?\d+, 2)\]\]"):
+        mesh_agent.run([2], words, log, sabotage)
+    text = log.read_text()
+    assert text.count("a step has 1 row, fewer than 1 data rank x 2 microbatches = 2") == 1, text
+    assert "batch.tokens_per_step: 2 x data.max_tokens" in text
+    assert "earlier attempt" not in text
 
 
 def test_the_first_error_is_noted_and_none_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +271,13 @@ def test_the_first_error_is_noted_and_none_without_a_store(monkeypatch: pytest.M
     for error in (NumericStop("three steps in a row"), UserError("another rank", "step 3")):
         with pytest.raises(type(error)), coordinator.noting_repeating_errors():
             raise error
-    assert launch.noted_end() == (4, "three steps in a row")
-    with pytest.raises(EndedBefore, match="three steps in a row") as ended:
+    assert launch.noted_end() == (4, "three steps in a row", 0)
+    with pytest.raises(EndedBefore, match=r"three steps in a row$") as ended:
         coordinator.raise_noted_error(main=True)
     assert ended.value.exit_code == 4
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(EndedBefore, match=r"three steps in a row\n  \(from an earlier attempt"):
+        coordinator.raise_noted_error(main=True)
     with pytest.raises(SystemExit) as silent:
         coordinator.raise_noted_error(main=False)
     assert silent.value.code == 4

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 import families
 import mesh_ranks as ranks
-from megatrain.checkpoint import manager
+from megatrain.checkpoint import manager, shared_write
 from megatrain.checkpoint.files import FilesWriter, FolderWriter
-from megatrain.engine.mesh import saving
+from megatrain.checkpoint.shared_write import first_of_hosts, rounds, shares
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
-from megatrain.engine.mesh.saving import first_of_hosts, rounds, shares
 from megatrain.engine.mesh.state import MeshState
 from megatrain.errors import MegatrainError, UserError
 from megatrain.optim.adamw import AdamW
@@ -205,7 +204,7 @@ def test_rank_0_writes_alone_if_a_writer_does_not_see_the_folder(tmp_path: Path)
 
     def work() -> tuple[list[str], list[str]]:
         warnings: list[str] = []
-        saving.logger.warning = lambda text, *values: warnings.append(text % values)  # type: ignore[method-assign]
+        shared_write.logger.warning = lambda text, *values: warnings.append(text % values)  # type: ignore[method-assign]
         names = written_names()
         with engine(LAYOUTS["pipeline"]) as trained:
             trained.save(tmp_path / "one")

@@ -11,13 +11,14 @@ import torch
 
 from megatrain.device.offload import InputStore
 from megatrain.device.ring import Copier, DirectCopier, Slot, StagedCopier, WeightRing
+from megatrain.device.shards import Shards
 from megatrain.device.slabs import Slab, SlabPool
 from megatrain.device.streams import Streams
 from megatrain.engine.host.gradients import GradientFlow, Route
 from megatrain.engine.host.layer import StepAborter
 from megatrain.engine.host.optimizer import HostOptimizer
 from megatrain.engine.host.step import StepRunner
-from megatrain.engine.host.weights import UpdateGate, WeightStream
+from megatrain.engine.host.weights import UpdateGate, WeightStream, stays
 from megatrain.engine.objective import Objective
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
@@ -41,6 +42,7 @@ class DeviceBuffers:
         aborter: Checked before each layer.
         plan: Resolved for the model.
         poison: Fill buffers with NaN after their use (tests).
+        shards: The ranks that share the state.
 
     Attributes:
         route: How gradients of streamed units reach AdamW.
@@ -57,7 +59,9 @@ class DeviceBuffers:
         aborter: StepAborter,
         plan: ExecutionPlan,
         poison: bool,
+        shards: Shards,
     ):
+        self._shards = shards
         self.structure, self.store, self.streams, self.shell = shell.structure, store, streams, shell
         self._optimizer, self._objective, self._aborter, self._poison = optimizer, objective, aborter, poison
         self._make(plan)
@@ -82,6 +86,7 @@ class DeviceBuffers:
             self._edge_slabs,
             self._optimizer,
             self._poison,
+            self._shards,
         )
         self.inputs = InputStore(self.streams, ())
         self.follow(plan)
@@ -139,33 +144,38 @@ class DeviceBuffers:
     def _make_copier(self, pinned: bool) -> Copier:
         """Copies straight from pinned planes, or through staging buffers of the largest streamed unit's size."""
         if pinned:
-            return DirectCopier(self.streams)
+            return DirectCopier(self.streams, self._shards)
         streamed = [planes.hi.nbytes for planes in self.store.units.values() if not planes.resident]
-        return StagedCopier(self.streams, max(streamed, default=0))
+        return StagedCopier(self.streams, max(streamed, default=0), self._shards)
 
     def _make_weight_stream(self, plan: ExecutionPlan) -> WeightStream:
-        """The ring of the streamed layers, and a slot for each streamed edge."""
+        """The ring of the layers that pass through slots, and a slot for each edge that does."""
 
         def slot(numel: int) -> Slot:
             return Slot(self.streams, self._copier, numel, self.store.dtypes["hi"], plan.compute)
 
-        layers = self._streamed(self.structure.layers)
+        def moves(unit: Unit) -> bool:
+            return not stays(self.store.units[unit.name], self._shards)
+
+        layers = [unit for unit in self.structure.layers if moves(unit)]
         widest = max((unit.layout.numel for unit in layers), default=0)
         ring = WeightRing([slot(widest) for _ in range(min(plan.weight_slots, max(2, len(layers))))])
         edges = [
-            (unit, None if self.store.units[unit.name].resident else slot(unit.layout.numel))
+            (unit, slot(unit.layout.numel) if moves(unit) else None)
             for unit in (self.structure.embedding, self.structure.head)
         ]
         gate = UpdateGate(self._optimizer.finished, self._wait_for_update)
-        return WeightStream(self.store, self.structure.layers, ring, edges, gate)
+        return WeightStream(self.store, self.structure.layers, ring, edges, gate, self.streams, self._shards)
 
     def _make_slabs(self, plan: ExecutionPlan) -> None:
         """The pool for the streamed layers' gradients, and one slab for each streamed edge."""
         layers = self._streamed(self.structure.layers)
-        widest = max((unit.layout.numel for unit in layers), default=0)
+        widest = max((self.store.units[unit.name].numel for unit in layers), default=0)
         self.slabs = SlabPool(self.streams, max(1, min(plan.gradient_slabs, len(layers))), widest, plan.transport)
         edges = self._streamed((self.structure.embedding, self.structure.head))
-        self._edge_slabs = {unit.name: Slab(self.streams, unit.layout.numel, plan.transport) for unit in edges}
+        self._edge_slabs = {
+            unit.name: Slab(self.streams, self.store.units[unit.name].numel, plan.transport) for unit in edges
+        }
 
     def _streamed(self, units: tuple[Unit, ...]) -> list[Unit]:
         return [unit for unit in units if not self.store.units[unit.name].resident]

@@ -7,22 +7,32 @@ engine's state is read, saved and loaded.
 
 from __future__ import annotations
 
+import copy
+import datetime
+import logging
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
-from megatrain.checkpoint.host_planes import HostCheckpoints
+from megatrain.checkpoint.host_checkpoints import HostCheckpoints
 from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
-from megatrain.device.attention import attention_order, fastest_attention
+from megatrain.checkpoint.reader import load_masters
+from megatrain.device.allocator import configure_allocator
+from megatrain.device.attention import attention_order, deterministic_kernels, fastest_attention
+from megatrain.device.shards import Shards
 from megatrain.device.streams import Streams
 from megatrain.engine import batches
 from megatrain.engine.base import (
@@ -33,31 +43,36 @@ from megatrain.engine.base import (
     build_model,
     check_learning_rate,
     config_of,
+    refuse_dropout,
     refuse_unmatched_groups,
     skip_reason,
 )
 from megatrain.engine.host import rng as randomness
 from megatrain.engine.host.buffers import DeviceBuffers
 from megatrain.engine.host.gradients import Route
+from megatrain.engine.host.head import LossSums
 from megatrain.engine.host.instruments import Debug, Instruments
 from megatrain.engine.host.layer import StepAborter
 from megatrain.engine.host.oom import OomRecovery, limit_device
 from megatrain.engine.host.optimizer import HostOptimizer, LossScale
-from megatrain.engine.objective import Objective
+from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.engine.parity_check import token_wise, verify_family, verify_packing
 from megatrain.engine.plan import ExecutionPlan, StepShape, device_of
 from megatrain.errors import NumericStop, PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
-from megatrain.host_memory.store import HostStore
+from megatrain.host_memory.store import HostStore, UnitPlanes
+from megatrain.metrics.laps import Laps
+from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.shell import Shell
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
-from megatrain.models.weights import copy_from_memory, initialize, load_weights
+from megatrain.models.weights import copy_from_memory, initialize
 from megatrain.optim.spec import MASTER_BYTES, OptimizerSpec
 from megatrain.optim.updater import CpuUpdater
-from megatrain.units import GIB, abbreviated, gib, size_lines
+from megatrain.units import GIB, abbreviated, gibs, size_lines
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 INITS, VERIFY = (None, "random", "empty"), ("auto", "always", "never")
 
@@ -77,6 +92,10 @@ class HostEngine(Engine):
         verify: Parity check on a tiny copy before the start: `auto` for a model from a folder, `always`, `never`.
         trust_remote_code: Whether code in the model folder may run.
         debug: Settings for tests and measurements.
+        group: torch.distributed's default group (`dist.group.WORLD`), if its ranks train one model together, one device each.
+            Every rank then makes the engine and calls its methods alike, with the same arguments: the batch of a step is the
+            whole batch, of which each rank computes its share. None: this process trains alone.
+        timeout: Of collectives; by default torch's.
 
     Attributes:
         store: The host planes.
@@ -101,15 +120,24 @@ class HostEngine(Engine):
         verify: Literal["auto", "always", "never"] = "auto",
         trust_remote_code: bool = False,
         debug: Debug | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: datetime.timedelta | None = None,
     ):
         super().__init__(optim, objective, seed)
+        laps = Laps()
+        self.start_seconds = laps.seconds
         for name, value, words in (("init", init, INITS), ("verify", verify, VERIFY)):
             if value not in words:
                 raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, words))}", "HostEngine")
         self.device, debug = device_of(device), debug or Debug()
-        plan = (plan or ExecutionPlan()).for_device(self.device, self.optim)
+        configure_allocator(self.device)
+        self._shards = Shards(group, self.device, timeout)
+        plan = (plan or ExecutionPlan()).for_device(self.device, self.optim, self._shards.cores)
         self._aborter = StepAborter()
         self._computing = threading.Lock()
+        self._warm = False  # whether `_warm_up` has run
+        self._stepped = False
+        self._own_work_s: float | None = None  # of the latest step
         self._gradient_scale = 1.0
         self._loss_scale = LossScale() if plan.compute == torch.float16 else None
         device_bytes = limit_device(self.device, plan.device_gib)
@@ -119,7 +147,10 @@ class HostEngine(Engine):
             model, config_of(model, trust_remote_code), plan.compute, trust_remote_code, plan.attn_implementation
         )
         self.source_folder = None if isinstance(model, nn.Module) else find_model_folder(model)
-        self.config, self.structure, self.buffers = meta.config, dissect(meta), dict(meta.named_buffers())
+        self.config, self.buffers = meta.config, dict(meta.named_buffers())
+        self.structure = dissect(meta).padded(self._shards.shard)
+        if self._shards.many:
+            refuse_dropout(self.config)
         if verify == "always" or (verify == "auto" and self.source_folder is not None):
             always = verify == "always"
             verify_family(self.config, parity_engine, always=always, trust_remote_code=trust_remote_code)
@@ -127,16 +158,46 @@ class HostEngine(Engine):
         # Stored here because the shell changes the config's implementation for packed rows.
         self._unverified_packing = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
         plan = plan.for_model(self.structure, self.config.get_text_config().vocab_size)
+        self._shapes = (plan.train_shape, plan.eval_shape) if plan.compiled else (None, None)
 
-        # planes and optimizer;
+        laps.end("model")
         self.store = self._make_store(plan)
-        self._fill(model, init, persistent_buffers(meta))
-        self._streams = Streams(self.device, debug.disturb)
+        laps.end("memory")
+        with self._filling(model, init, persistent_buffers(meta)):
+            laps.end("random weights" if init == "random" else "weights")
+            mirrors = self._make_parts(meta, plan, device_bytes, init == "empty", trust_remote_code, debug)
+            laps.end("memory")
+            if init != "empty":
+                self._warm_up()
+            laps.end("compilation")
+        laps.end("weights")  # the rest of their reading
+        for name, mirror in mirrors.items():  # persistent buffers have been read meanwhile
+            mirror.copy_(self.buffers[name])
+        if self._shards.many:  # h2d reads resident shards, which were written on compute
+            self._streams.synchronize()
+
+    def _make_parts(
+        self,
+        meta: Any,
+        plan: ExecutionPlan,
+        device_bytes: int,
+        empty: bool,
+        trust_remote_code: bool,
+        debug: Debug,
+    ) -> dict[str, torch.Tensor]:
+        """Make the engine's parts around the planes, as docs/design.md lists them. Returns the buffers on the device."""
+        # Optimizer;
+        self._streams = Streams(self.device, debug.disturb, collectives=self._shards.many)
         self.instruments = Instruments(self._streams, self.store, debug.instruments)
         assert plan.threads is not None
         self._updater = CpuUpdater(plan.threads, self._streams.spans.add)
         self._optimizer = HostOptimizer(
-            self.store, self.structure.units, self.structure.frozen, self.optim, self._updater
+            self.store,
+            self.structure.units,
+            self.structure.frozen,
+            self.structure.undecayed,
+            self.optim,
+            self._updater,
         )
         self._optimizer.compile_kernels(plan.gradient_dtype or plan.transport)
 
@@ -144,11 +205,21 @@ class HostEngine(Engine):
         mirrors = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
         shell = self._make_shell(plan, mirrors, frozenset(fp32_parameter_names(meta, plan.compute)), trust_remote_code)
         self._device_side = DeviceBuffers(
-            self.store, self._streams, self._optimizer, shell, self.objective, self._aborter, plan, debug.poison
+            self.store,
+            self._streams,
+            self._optimizer,
+            shell,
+            self.objective,
+            self._aborter,
+            plan,
+            debug.poison,
+            self._shards,
         )
 
         # OOM recovery and checkpoints.
-        self._oom = OomRecovery(self._device_side, plan, self.config, device_bytes, self._rearrange, self.close)
+        self._oom = OomRecovery(
+            self._device_side, plan, self.config, device_bytes, self._rearrange, self.close, not self._shards.many
+        )
         self._host_checkpoints = HostCheckpoints(
             self.structure,
             self.store,
@@ -159,8 +230,11 @@ class HostEngine(Engine):
             trust_remote_code,
             self.device,
             self._optimizer.pending,
+            self._shards,
+            self.shipped,
         )
-        self._checkpoints = CheckpointManager(self._host_checkpoints, empty=init == "empty")
+        self._checkpoints = CheckpointManager(self._host_checkpoints, empty=empty)
+        return mirrors
 
     def _make_store(self, plan: ExecutionPlan) -> HostStore:
         """The planes, in host memory and on the device.
@@ -170,21 +244,26 @@ class HostEngine(Engine):
         """
         structure, optim = self.structure, self.optim
         is_split, grad_dtype, resident = plan.compute == torch.bfloat16, plan.gradient_dtype, frozenset(plan.resident)
-        parameters = sum(unit.layout.numel for unit in structure.units if unit.name not in resident)
+        shard = self._shards.shard
+        parameters = sum(shard.numel(unit.layout) for unit in structure.units if unit.name not in resident)
         states_line = f"{optim.name} states ({' + '.join(optim.state_dtypes)})"
         planes = {
             "master (hi + lo)" if is_split else "master": MASTER_BYTES * parameters,
             states_line: (optim.bytes_per_parameter - MASTER_BYTES) * parameters,
             "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
         }
-        needed = sum(planes.values())
+        needed = self._shards.here * sum(planes.values())  # the ranks of this host allocate at the same time
         available = available_host_bytes() if plan.host_gib is None else int(plan.host_gib * GIB)
         if needed > available:
             lines = "\n".join(size_lines(planes, smallest_bytes=0))
+            lines += f"\n    on each of {self._shards.here} ranks" if self._shards.many else ""
+            needs, there = gibs(needed, available)
+            least = math.ceil(100 * needed / GIB) / 100
+            limit = f"memory.host_gib: {least:g} (now {plan.host_gib:g}), " if plan.host_gib is not None else ""
             raise PlanRefused(
-                f"{abbreviated(structure.param_count)} parameters need {gib(needed)} of host memory, "
-                f"{gib(available)} are available:\n{lines}\n"
-                "  -> use a machine with more memory or a smaller model"
+                f"{abbreviated(structure.param_count)} parameters need {needs} of host memory, "
+                f"{there} are available:\n{lines}\n"
+                f"  -> {limit}a machine with more memory, or a smaller model"
             )
         return HostStore(
             [(unit.name, unit.layout) for unit in structure.units],
@@ -193,17 +272,71 @@ class HostEngine(Engine):
             grad_dtype=grad_dtype,
             resident=resident,
             device=self.device,
+            shard=shard,
+            whole_dtype=torch.promote_types(plan.compute, torch.float32),
         )
 
-    def _fill(self, model: str | Path | nn.Module, init: str | None, persistent: dict[str, torch.Tensor]) -> None:
-        """Fill masters and persistent buffers: from memory, at random by the family's own rules, or from the folder's files."""
+    @contextmanager
+    def _filling(
+        self, model: str | Path | nn.Module, init: str | None, persistent: dict[str, torch.Tensor]
+    ) -> Iterator[None]:
+        """Fill the planes; files are read by another thread while the body runs. All is filled at the end.
+
+        Other sources are done before: random initialisation uses torch's generators and the model's own modules.
+        """
         if isinstance(model, nn.Module):
             copy_from_memory(model, self.structure, self.store)
         elif init == "random":
             initialize(self.structure, self.store, seed=self.seed, device=self.device)
-        elif init is None:
-            assert self.source_folder is not None
-            load_weights(self.source_folder, self.structure, self.store, persistent)
+        if isinstance(model, nn.Module) or init is not None:
+            yield
+            return
+
+        # Hugging Face's conversion hangs tensors into the model for a moment: it gets a copy, whose parameters are on meta.
+        twin = replace(self.structure, model=copy.deepcopy(self.structure.model))
+        ended = threading.Event()
+
+        def check() -> None:
+            if ended.is_set():
+                raise CancelledError
+
+        def read(folder: Path) -> None:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                load_masters(folder, twin, self.store, persistent_buffers(twin.model), check)
+
+        assert self.source_folder is not None
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+            try:
+                reading = pool.submit(read, self.source_folder)
+                yield
+                reading.result()
+            except BaseException:
+                ended.set()  # the pool waits for its thread
+                raise
+        for name, buffer in persistent_buffers(twin.model).items():
+            persistent[name].copy_(buffer)
+
+    def _warm_up(self) -> None:
+        """Compile what steps on the plan's batch shapes run, so that none compiles in the middle of the run.
+
+        The weights may still be on their way: results are dropped, and the state stays as it is.
+        """
+        self._warm = True
+        if self._device_side.route is Route.FUSED_UPDATE or self.objective.batch_keys:
+            return
+        for shape, training in zip(self._shapes, (True, False), strict=True):
+            for length in shape.lengths if shape is not None else ():
+                assert shape is not None
+                batch = self._share_of_rank(shape.example(length))
+                try:
+                    with self.instruments.paused(), self._kernels(batch), randomness.seeded(self.device, self.seed, 0):
+                        self._device_side.runner.warm_up(batch, self._oom.shape(batch["input_ids"].shape), training)
+                except torch.OutOfMemoryError as error:  # the step itself knows what to do
+                    if self._shards.many:  # the others wait in a collective
+                        raise
+                    logger.debug("no compilation ahead of the first step: %s", error)
+                    return
+        self._device_side.weights.drop_all()
 
     def _make_shell(
         self,
@@ -224,6 +357,7 @@ class HostEngine(Engine):
             plan.compiled,
             plan.selective_budget,
             flex=plan.compiled and self._streams.cuda,
+            deterministic=plan.deterministic,
             keeps_mlps="keep_mlp" in plan.activations.values(),
             token_wise=lambda: token_wise(
                 self.config, attn_implementation=attention, trust_remote_code=trust_remote_code
@@ -246,8 +380,13 @@ class HostEngine(Engine):
         Raises:
             NumericStop: Without a gradient plane, gradients were not finite and some units were already updated.
         """
-        started = time.perf_counter()
         check_learning_rate(learning_rate)
+        first, self._stepped = not self._stepped, True
+        with self.watch("first_step" if first else "step", f"step {self.step + 1}"):
+            return self._train_step(batch, learning_rate)
+
+    def _train_step(self, batch: Batch, learning_rate: float | None) -> StepResult:
+        started = time.perf_counter()
         batch, tokens = self._checked(batch)
         self._checkpoints.check_save()
         if tokens == 0:
@@ -277,14 +416,34 @@ class HostEngine(Engine):
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """See `Engine.eval_step`."""
-        batch, tokens = self._checked(batch)
+        batch, tokens = self._checked(batch, training=False)
         if tokens == 0:
             return EvalResult(0.0, 0)
-        with self.instruments.paused():
-            loss_sum, metric_sums, _ = self._until_it_fits(
-                batch, lambda shape: self._device_side.runner.loss(batch, shape).wait(), training=False
-            )
+
+        def compute(shape: StepShape) -> tuple[float, dict[str, float], list[float]]:
+            sums = self._device_side.runner.loss(batch, shape)
+            return sums.wait(shards=self._shards, names=self._metric_names(sums))
+
+        with self.instruments.paused(), self.watch("evaluation"):
+            loss_sum, metric_sums, _ = self._until_it_fits(batch, compute, training=False)
         return EvalResult(loss_sum, tokens, metric_sums)
+
+    def step_over_ranks(self) -> MeshRecord | None:
+        """See `Engine.step_over_ranks`; None for one process, and without instruments.
+
+        A rank's own work is the device time of its step without waits: ranks that are fast wait in the collectives.
+        """
+        if not self._shards.many or self._own_work_s is None:
+            return None
+        found = self._shards.each((self._own_work_s, self._device_side.memory()["device_peak"]))
+        work = [seconds for seconds, _ in found]
+        slowest = max(range(len(work)), key=work.__getitem__)
+        return MeshRecord(
+            stage_busy_s=(sum(work) / len(work),),
+            stage_peak_bytes=(int(max(peak for _, peak in found)),),
+            slowest_rank=slowest,
+            slowest_excess=work[slowest] / max(statistics.median(work), 1e-9) - 1.0,
+        )
 
     def begin_trace(self) -> None:
         """Record layer fetches, too, until `end_trace`."""
@@ -296,28 +455,31 @@ class HostEngine(Engine):
         return self.instruments.end_trace()
 
     def interrupt(self, error: BaseException) -> bool:
-        """See `Engine.interrupt`. Without a gradient plane a step cannot be dropped."""
-        if self._device_side.route is Route.FUSED_UPDATE:
+        """See `Engine.interrupt`. Without a gradient plane a step cannot be dropped, nor on one of several ranks."""
+        if self._device_side.route is Route.FUSED_UPDATE or self._shards.many:
             return False
         self._aborter.error = error
         return True
 
     def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float, dict[str, float]]:
-        """(loss, gradient norm, metrics) of the step, waited for. The gradients are on the host or on their way."""
+        """(loss, gradient norm, metrics) of the step, waited for. The gradients are on the host or on their way.
 
-        self._gradient_scale = loss_scale
+        `batch` has the rows of this rank, `tokens` counts the targets of all ranks.
+        """
+        self._gradient_scale, shards = loss_scale, self._shards
 
         def compute(shape: StepShape) -> tuple[float, float, dict[str, float]]:
             self._device_side.reset_counters()
             with self.instruments.step(self.step + 1):
                 with randomness.seeded(self.device, self.seed, self.step):
-                    sums, on_device = self._device_side.runner.gradients(batch, shape, loss_scale)
-                loss, metrics, [squares] = sums.wait(on_device)  # the step's only synchronisation
+                    sums, on_device = self._device_side.runner.gradients(batch, shape, loss_scale / tokens)
+                # the step's only synchronisation
+                loss, metrics, [squares] = sums.wait(on_device, shards=shards, names=self._metric_names(sums))
                 if self._device_side.route is not Route.COPY:
                     with self._streams.host_waits("slabs"):
                         self._device_side.gradients.settle()
                         if self._device_side.route is Route.ACCUMULATE:
-                            squares = self._optimizer.squared_norm()
+                            squares = shards.total_of(self._optimizer.squared_norm())
             return loss, squares, metrics
 
         loss_sum, squares, metrics = self._until_it_fits(batch, compute, training=True)
@@ -328,7 +490,7 @@ class HostEngine(Engine):
         """Run `compute` under OOM recovery; see `OomRecovery.until_it_fits`."""
 
         def attempt(shape: StepShape) -> T:
-            with fastest_attention(self._attention_order(batch)):
+            with self._kernels(batch):
                 return compute(shape)
 
         if not self._computing.acquire(blocking=False):
@@ -371,8 +533,9 @@ class HostEngine(Engine):
         self._refuse_closed()
         for unit in self.structure.units:
             self._optimizer.wait(unit.name)
+            whole = self._whole(self.store.units[unit.name])
             for local, name in unit.full_names():
-                yield name, self.store.units[unit.name].read_master(local)
+                yield name, whole.read_master(local)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine.named_gradients`. In fp32."""
@@ -387,6 +550,7 @@ class HostEngine(Engine):
                     "named_gradients",
                     "call backward() instead of train_step() to look at gradients of units on the device",
                 )
+            grad = self._shards.whole(grad)
             for local, name in unit.full_names():
                 yield name, unit.layout.view(grad, local).float() / self._gradient_scale
 
@@ -408,6 +572,8 @@ class HostEngine(Engine):
         large units; copies always leave the host its last GiB.
         """
         self._refuse_closed()
+        if self.plan.compute == torch.float64:
+            raise UserError("fp64 is for tests: checkpoints hold fp32", "HostEngine.save", "use compute_dtype fp32")
         if not background:
             self._optimizer.wait_all()
         if self.store.resident_bytes:
@@ -439,7 +605,7 @@ class HostEngine(Engine):
         """See `Engine.cancel_save`."""
         self._checkpoints.cancel_save()
 
-    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, wait: bool = True, convert_states: bool = False) -> dict[str, Any]:
         """See `Engine.load`.
 
         With `wait=False` it returns when the units on the device are read; the others stream in while the first forward runs, see
@@ -451,8 +617,10 @@ class HostEngine(Engine):
         self._checkpoints.wait_saved()
         self._optimizer.forget(self._checkpoints.cancel_load())
         self.synchronize()
-        loading, state = self._host_checkpoints.start_load(Path(folder))
+        loading, state = self._host_checkpoints.start_load(Path(folder), convert_states)
         self._checkpoints.follow_load(loading)
+        if not self._warm:  # made without weights
+            self._warm_up()
         self._optimizer.expect(loading.futures)
         self._device_side.weights.drop_all()
         self.step, self.updates, self.seed = state["step"], state["updates"], state["seed"]
@@ -489,16 +657,44 @@ class HostEngine(Engine):
         self._optimizer.close()
         self._device_side.close()
         self.store.close()
+        self._shards.close()
 
     # ---------------------------------------------------------------- small parts
 
-    def _checked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
-        checked, tokens = super()._checked(batch)
+    def _checked(self, batch: Batch, training: bool = True) -> tuple[dict[str, torch.Tensor], int]:
+        checked, tokens = super()._checked(batch, training)
         if self._unverified_packing is not None and batches.is_packed(checked):
             attention, trust_remote_code = self._unverified_packing
             verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
             self._unverified_packing = None
-        return checked, tokens
+        return self._share_of_rank(checked), tokens
+
+    def _share_of_rank(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The rows that this rank computes."""
+        if not self._shards.many:
+            return batch
+        return batches.rows_of_rank(batch, self._shards.shard.index, self._shards.shard.count)
+
+    def _metric_names(self, sums: LossSums) -> list[str] | None:
+        """Names of the metrics that some rank has: one without targets may have none. Cross entropy has none anywhere."""
+        return None if type(self.objective) is CrossEntropy else self._shards.names(sums.metrics)
+
+    def _whole(self, planes: UnitPlanes) -> UnitPlanes:
+        """A unit's masters; on several ranks gathered on the CPU, which is collective."""
+        if not self._shards.many:
+            return planes
+        lo = {} if planes.lo is None else {"lo": self._shards.whole(planes.lo)}
+        return UnitPlanes.of(planes.name, planes.layout, {"hi": self._shards.whole(planes.hi), **lo})
+
+    @contextmanager
+    def _kernels(self, batch: Batch) -> Iterator[None]:
+        """Choose the kernels of a step on this batch: the fastest, or the fastest that are deterministic."""
+        if self.plan.deterministic:
+            with deterministic_kernels():
+                yield
+        else:
+            with fastest_attention(self._attention_order(batch)):
+                yield
 
     def _attention_order(self, batch: Batch) -> tuple[SDPBackend, ...]:
         """Attention kernels to try for rows of this length, fastest first."""
@@ -520,6 +716,8 @@ class HostEngine(Engine):
         seconds["step"] = time.perf_counter() - started
         policy = self.plan.summary(self._oom.shape(batch["input_ids"].shape))
         pipeline = self.instruments.record(self._device_side, policy, self._oom.changes)
+        phases = sum(seconds.get(phase, 0.0) for phase in ("forward", "head", "backward"))
+        self._own_work_s = max(0.0, phases - sum(pipeline.waited_s.values())) if pipeline else None
         return StepResult(loss, norm, tokens, skipped, seconds, self._gradient_scale, moved, pipeline, metrics)
 
     def _rearrange(self, plan: ExecutionPlan) -> None:

@@ -9,10 +9,13 @@ wait in the unit's *gradient plane* on the host:
 Without clipping and without a plane:
     FUSED_UPDATE  copied into a slab, from which AdamW reads it at once, in backward order.
 Microbatches of one accumulation step are summed on the device in fp32 before anything is rounded to the transport type.
+Where several ranks share the state, each route carries this rank's shard, made by `ReducedStaging`: the fp32 sum over the ranks,
+rounded to the transport type. The planes of resident shards take it on the device.
 
 [Note: the norm is of what AdamW reads]
 The squared norm of each unit is taken on the device after rounding to the transport type, so that clipping is exact for the
 gradients that are applied. Sums over accumulation steps are made on the host, so their norm is taken there, from the planes.
+Of a shard, each rank takes the norm after the sum over the ranks, on d2h; the squares are added at the end of the step.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from typing import Protocol
 
 import torch
 
-from megatrain.device.slabs import Slab, SlabPool, Staging
+from megatrain.device.shards import ALONE, Shards
+from megatrain.device.slabs import ReducedStaging, Slab, SlabPool, Staging
 from megatrain.device.streams import Event, Streams
+from megatrain.engine.host.weights import stays
 from megatrain.host_memory.store import HostStore
 from megatrain.models.structure import Unit
 
@@ -124,6 +129,7 @@ class GradientFlow:
         edge_slabs: Slabs of embedding and head, by unit name; empty with route COPY.
         jobs: Consumers of slabs.
         poison: Fill buffers with NaN after their use (tests).
+        shards: The ranks that share the state.
 
     Attributes:
         arrived: Unit name -> event behind the copy that fills the unit's gradient plane.
@@ -142,9 +148,11 @@ class GradientFlow:
         edge_slabs: Mapping[str, Slab],
         jobs: SlabJobs,
         poison: bool = False,
+        shards: Shards = ALONE,
     ):
         self._streams = streams
         self._store = store
+        self._shards = shards
         self.route = route
         self._transport = transport
         self._slabs = slabs
@@ -153,8 +161,8 @@ class GradientFlow:
         self._poison = poison
         layers = [unit for unit in units if unit.layer is not None]
         layer_numel = max((unit.layout.numel for unit in layers), default=0)
-        streamed = [unit.layout.numel for unit in layers if not store.units[unit.name].resident]
-        self._staging = [Staging(streams, max(streamed, default=0), transport) for _ in range(2)]
+        sent = [unit.layout.numel for unit in layers if not stays(store.units[unit.name], shards)]
+        self._staging = [self._make_staging(max(sent, default=0)) for _ in range(2)]
         self._turn = 0
         self._chunk_sum: torch.Tensor | None = (
             None  # fp32 (layer_numel,), made when several microbatches are first summed
@@ -165,17 +173,29 @@ class GradientFlow:
         self._norms: list[torch.Tensor] = []
         self._views: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         self._sent_this_step: set[str] = set()
+        self._last_arrived: Event | None = None  # of the step's sends so far
         self.sent_bytes = 0
+
+    def _make_staging(self, numel: int) -> Staging:
+        if not self._shards.many:
+            return Staging(self._streams, numel, self._transport)
+        flat = torch.zeros(numel, dtype=self._sum_dtype, device=self._streams.device)
+        return ReducedStaging(self._streams, self._shards, flat, self._transport, self._note_square)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """Type of sums over microbatches and ranks."""
+        return torch.promote_types(self._transport, torch.float32)
 
     @property
     def nbytes(self) -> int:
         """Device memory held between steps."""
         chunk_sum = self._chunk_sum.nbytes if self._chunk_sum is not None else 0
-        return chunk_sum + sum(staging.flat.nbytes for staging in self._staging)
+        return chunk_sum + sum(staging.nbytes for staging in self._staging)
 
     def begin_step(self) -> None:
         """Forget the gradients of the previous step."""
-        self._norms, self._sent_this_step = [], set()
+        self._norms, self._sent_this_step, self._last_arrived = [], set(), None
         self.edges = EdgeSum()
         for planes in self._store.units.values():
             if planes.resident:
@@ -185,14 +205,14 @@ class GradientFlow:
         """Device memory for the sum of the layer's gradient over the `chunks` microbatches of this accumulation step."""
         numel = unit.layout.numel
         planes = self._store.units[unit.name]
-        if planes.resident:
+        if stays(planes, self._shards):
             first = planes.grad is None
             plane = self._resident_plane(unit)
             if (chunks == 1 and first) or plane.dtype == torch.float32:
                 return UnitSum(unit, plane, fresh=first)
         else:
             staging = self._staging[self._turn].begin(numel)
-            if chunks == 1 or self._transport == torch.float32:
+            if chunks == 1 or staging.dtype == self._sum_dtype:
                 return UnitSum(unit, staging, True, self._staging_views(unit, staging))
         if self._chunk_sum is None:
             self._chunk_sum = torch.zeros(self._layer_numel, dtype=torch.float32, device=self._streams.device)
@@ -200,7 +220,7 @@ class GradientFlow:
 
     def send_layer(self, total: UnitSum) -> None:
         """Take the norm of the layer's gradient of this accumulation step and send it to the host. Asynchronous."""
-        if self._store.units[total.unit.name].resident:
+        if stays(self._store.units[total.unit.name], self._shards):
             plane = self._resident_plane(total.unit)
             if total.flat.data_ptr() != plane.data_ptr():
                 _ = plane.copy_(total.flat) if total.unit.name not in self._sent_this_step else plane.add_(total.flat)
@@ -210,18 +230,17 @@ class GradientFlow:
         flat = staging.flat[: total.unit.layout.numel]
         if total.flat.data_ptr() != flat.data_ptr():
             flat.copy_(total.flat)
-        self._note_square(flat)
-        if self.route is Route.COPY:
-            arrived = self.arrived[total.unit.name]
-            staging.send(self._plane(total.unit), arrived, self._poison, total.unit.name)
-            self.sent_bytes += flat.nbytes
-        else:
-            assert self._slabs is not None
-            self._through_slab(total.unit, self._slabs.take(), staging)
+        if not self._shards.many:
+            self._note_square(flat)
+        self._send(total.unit, staging)
 
     def send_edge(self, unit: Unit) -> None:
         """Like `send_layer`, for embedding or head. The device memory lives until the copy ends."""
         if unit.layout.numel == 0:
+            return
+        if self._shards.many:
+            flat = self.edges.take(unit, self._sum_dtype, self._streams.device)
+            self._send(unit, ReducedStaging.once(self._streams, self._shards, flat, self._transport, self._note_square))
             return
         flat = self.edges.take(unit, self._transport, self._streams.device)
         if self._store.units[unit.name].resident:
@@ -229,18 +248,15 @@ class GradientFlow:
             self._keep(unit, flat if first else self._resident_plane(unit).add_(flat), first)
             return
         self._note_square(flat)
-        staging = Staging.around(self._streams, flat)
-        if self.route is Route.COPY:
-            staging.send(self._plane(unit), self.arrived[unit.name], what=unit.name)
-            self.sent_bytes += flat.nbytes
-        else:
-            slab = self._edge_slabs[unit.name]
-            with self._streams.host_waits("slabs"):
-                slab.settle()
-            self._through_slab(unit, slab, staging)
+        self._send(unit, Staging.around(self._streams, flat))
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of the squares of everything sent since `begin_step`: a scalar on the device."""
+        """Sum of the squares of everything sent since `begin_step`, of this rank's shards: a scalar on the device.
+
+        Kernels launched on compute from now on find the gradients of resident shards.
+        """
+        if self._shards.many and self._last_arrived is not None:  # norms and resident shards come from d2h
+            self._streams.compute_waits(self._last_arrived, "gradients")
         return torch.stack(self._norms).square().sum() if self._norms else torch.zeros(())
 
     def settle(self) -> None:
@@ -269,7 +285,7 @@ class GradientFlow:
         planes = self._store.units[unit.name]
         if planes.grad is None:
             dtype = self._store.dtypes["grad"]
-            planes.grad = torch.empty(unit.layout.numel, dtype=dtype, device=self._streams.device)
+            planes.grad = torch.empty(planes.numel, dtype=dtype, device=self._streams.device)
         return planes.grad
 
     def _keep(self, unit: Unit, plane: torch.Tensor, adopt: bool) -> None:
@@ -280,8 +296,34 @@ class GradientFlow:
             self._note_square(plane)
         self._sent_this_step.add(unit.name)
 
-    def _through_slab(self, unit: Unit, slab: Slab, staging: Staging) -> None:
-        destination = slab.fill(unit.layout.numel)
+    def _send(self, unit: Unit, staging: Staging) -> None:
+        """Queue the copy of a gradient to where AdamW reads it: a host plane, a slab, or the plane of a resident shard."""
+        planes, arrived = self._store.units[unit.name], self.arrived[unit.name]
+        if planes.resident:
+            assert isinstance(staging, ReducedStaging), unit.name
+            first = planes.grad is None
+            staging.send_to_device(self._resident_plane(unit), arrived, first, self._poison)
+        elif self.route is Route.COPY:
+            plane = self._plane(unit)
+            staging.send(plane, arrived, self._poison, unit.name)
+            self.sent_bytes += plane.nbytes
+        else:
+            arrived = self._through_slab(unit, self._free_slab(unit), staging)
+        self._last_arrived = arrived
+
+    def _free_slab(self, unit: Unit) -> Slab:
+        """A slab to fill with a unit's gradient; waits for the job that reads it."""
+        if unit.layer is not None:
+            assert self._slabs is not None
+            return self._slabs.take()
+        slab = self._edge_slabs[unit.name]
+        with self._streams.host_waits("slabs"):
+            slab.settle()
+        return slab
+
+    def _through_slab(self, unit: Unit, slab: Slab, staging: Staging) -> Event:
+        """Queue the copy to a slab and the job that reads it. Returns the event behind the copy."""
+        destination = slab.fill(self._store.units[unit.name].numel)
         arrived = slab.arrived
         staging.send(destination, arrived, self._poison, unit.name)
         self.sent_bytes += destination.nbytes
@@ -291,6 +333,7 @@ class GradientFlow:
             first = unit.name not in self._sent_this_step
             slab.drain(self._jobs.add(unit, destination, first, arrived))
         self._sent_this_step.add(unit.name)
+        return arrived
 
     def _note_square(self, flat: torch.Tensor) -> None:
         # A GPU sums in a tree. A CPU sums one by one, where fp32 would lose the fourth digit of a large layer's norm.

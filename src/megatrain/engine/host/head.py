@@ -5,12 +5,13 @@ Shapes: B rows, T tokens, D hidden size, N target tokens, n of them in a chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from megatrain.device.shards import ALONE, Shards
 from megatrain.device.streams import Streams
 from megatrain.engine.objective import (
     IGNORED,
@@ -40,11 +41,18 @@ class LossSums:
             value = value.detach().double()
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
-    def wait(self, *others: torch.Tensor) -> tuple[float, dict[str, float], list[float]]:
-        """(loss, metrics, other scalars on the device), by one synchronisation."""
-        loss, *values = torch.stack([self.loss, *self.metrics.values(), *(o.double() for o in others)]).tolist()
-        count = len(self.metrics)
-        return loss, dict(zip(self.metrics, values[:count], strict=True)), values[count:]
+    def wait(
+        self, *others: torch.Tensor, shards: Shards = ALONE, names: Sequence[str] | None = None
+    ) -> tuple[float, dict[str, float], list[float]]:
+        """(loss, metrics, other scalars on the device), summed over the ranks, by one synchronisation.
+
+        `names` are the metrics of all ranks; None: of this one.
+        """
+        names, nothing = list(self.metrics) if names is None else names, torch.zeros_like(self.loss)
+        scalars = [self.loss, *(self.metrics.get(name, nothing) for name in names), *(o.double() for o in others)]
+        loss, *values = shards.total(torch.stack(scalars)).tolist()
+        count = len(names)
+        return loss, dict(zip(names, values[:count], strict=True)), values[count:]
 
 
 class Head:
@@ -176,7 +184,8 @@ class Head:
         flat, count = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), len(targets)
         positions, labels = targets.positions, targets.labels
         if self._fixed_chunks:
-            chunk_tokens = min(chunk_tokens, 1 << (count - 1).bit_length()) if count else chunk_tokens
+            # By the shape of the batch, not by the number of its targets, which differs from step to step.
+            chunk_tokens = min(chunk_tokens, 1 << (len(flat) - 1).bit_length())
             missing = -count % chunk_tokens
             positions = torch.nn.functional.pad(positions, (0, missing))
             labels = torch.nn.functional.pad(labels, (0, missing), value=IGNORED)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatrain.device.allocator import allocator_figures
+from megatrain.device.compiler import compilations
 from megatrain.device.meter import GpuMeter
 from megatrain.device.streams import Streams
 from megatrain.engine.host.buffers import DeviceBuffers
@@ -50,6 +52,7 @@ class Instruments:
         self._meter = GpuMeter(streams.device)
         self._total = torch.cuda.get_device_properties(streams.device).total_memory if streams.cuda else None
         self._traced: list[Span] = []
+        self._retries, self._compiled = allocator_figures(streams.device).retries, compilations()
 
     @property
     def on(self) -> bool:
@@ -103,7 +106,10 @@ class Instruments:
         spans = self._spans.take()
         if self._spans.tracing:
             self._traced += spans
-        gpu, slabs = self._meter.read(), buffers.slabs
+        gpu, slabs, allocator = self._meter.read(), buffers.slabs, allocator_figures(self._streams.device)
+        new_retries, self._retries = allocator.retries - self._retries, allocator.retries
+        compiled = compilations()
+        newly_compiled, self._compiled = compiled - self._compiled, compiled
         return replace(
             pipeline_of(spans, adamw_bytes=self._adamw_bytes()),
             slabs=len(slabs.slabs) if slabs else 0,
@@ -114,6 +120,9 @@ class Instruments:
             device_reserved_bytes=gpu.reserved_bytes,
             device_total_bytes=self._total,
             host_pinned_bytes=buffers.pinned_bytes(),
+            allocation_retries=new_retries,
+            device_gap_bytes=allocator.gap_bytes,
+            compilations=newly_compiled,
             policy=policy,
             ladder=ladder,
         )

@@ -65,6 +65,7 @@ class LayerRunner:
         rows: The microbatches.
         policies: Variant of each layer that is not recomputed from its input alone; set before a step.
         tape: Records the calls of a training step; None in an evaluation. Set before HF's loop runs.
+        only: If set, the other layers are not computed: they return what the last computed one returned (warm-up).
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class LayerRunner:
         self.rows = RowChunks()
         self.policies: Mapping[int, Variant] = {}
         self.tape: Tape | None = None
+        self.only: frozenset[int] | None = None
+        self._latest: Any = None
 
     def close(self) -> None:
         """Release everything that refers to the device's buffers."""
@@ -90,13 +93,22 @@ class LayerRunner:
 
     def abandon(self) -> None:
         """Reset after an error in the middle of a step."""
-        self.tape = None
+        self.tape = self.only = self._latest = None
         self.rows.abandon()
 
     # ---------------------------------------------------------------- forward
 
     def forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for layer `index` in HF's loop. Returns the layer's outputs for all rows, without a graph."""
+        if self.only is None:
+            return self._forward(index, args, kwargs)
+        if index in self.only:
+            self._latest = self._forward(index, args, kwargs)
+        else:
+            self._load_head_behind(index)
+        return self._latest
+
+    def _forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._aborter.check()
         arguments = Arguments.of(args, kwargs)
         call = self.tape.record(index, arguments) if self.tape is not None else None
@@ -115,9 +127,13 @@ class LayerRunner:
             assert self.tape is not None
             outputs = self.tape.emit(call, outputs)
             self._offload_input(call)
-        if index == len(self._units) - 1:
-            self._weights.edge_weights(1)  # behind the last layer: the head's own update ran as long as it could
+        self._load_head_behind(index)
         return tree_unflatten(form, iter(outputs))
+
+    def _load_head_behind(self, index: int) -> None:
+        """Load the head behind the last layer: its own update ran as long as it could."""
+        if index == len(self._units) - 1:
+            self._weights.edge_weights(1)
 
     def _keeps_graph(self, layer: int) -> bool:
         """Whether the layer's autograd graph waits for the backward."""
@@ -140,7 +156,8 @@ class LayerRunner:
             for number, rows in enumerate(self.rows.chunks):
                 if random_states is not None:
                     random_states.append(randomness.capture(self._streams.device))
-                args, kwargs = arguments.unflatten(self.rows.cut_inputs(index, arguments.leaves, rows))
+                leaves = map(_detached, self.rows.cut_inputs(index, arguments.leaves, rows))
+                args, kwargs = arguments.unflatten(list(leaves))
                 with call.kept[number].recording() if call is not None and call.kept else contextlib.nullcontext():
                     output = self._shell.call_layer(index, "forward", weights, args, kwargs)
                 parts.append([])
@@ -287,6 +304,11 @@ class LayerRunner:
 
 _DONE = ChunkGraph([], [], {})
 """Replaces a graph whose backward has begun, so that nothing but the backward holds its activations."""
+
+
+def _detached(leaf: Any) -> Any:
+    """Compiled code of a forward without gradients is then the same in training and in evaluation."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
 def _edge_of(output: Any) -> GradientEdge | None:

@@ -67,6 +67,7 @@ class OomRecovery:
         device_bytes: Device memory that may be used, 0 on a CPU.
         rearrange: Brings the engine to rest and remakes the device buffers for another plan.
         close: Ends the engine where a step cannot be dropped.
+        alone: Whether this process trains alone. A step of several ranks cannot be dropped: its error is raised.
 
     Attributes:
         planned: The plan that the run started with.
@@ -81,7 +82,9 @@ class OomRecovery:
         device_bytes: int,
         rearrange: Callable[[ExecutionPlan], None],
         close: Callable[[], None],
+        alone: bool = True,
     ):
+        self._alone = alone
         self.planned = self.plan = plan
         self.device_bytes = device_bytes
         self._device_fraction: float | None = None
@@ -160,8 +163,10 @@ class OomRecovery:
         """Drop everything the step has built; weights are as before the step.
 
         Returns:
-            The failed allocation; None after another error, or where the engine had to be closed.
+            The failed allocation; None after another error, on one of several ranks, or where the engine had to be closed.
         """
+        if not self._alone:  # the other ranks wait in collectives that this one cannot enter again
+            return None
         if self._buffers.route is Route.FUSED_UPDATE:
             logger.error("a step failed after some units may have been updated; the engine is closed")
             self._close()

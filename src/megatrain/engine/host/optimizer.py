@@ -17,7 +17,8 @@ import torch
 
 from megatrain.checkpoint.host_planes import HostPlanes
 from megatrain.device.streams import Event
-from megatrain.host_memory.store import HostStore
+from megatrain.errors import UserError
+from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
 from megatrain.optim.spec import OptimizerSpec, Segment, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater, cut_pieces
@@ -67,7 +68,11 @@ class LossScale:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> LossScale:
-        return cls(**state)
+        """The inverse of `state_dict`. UserError for a state that no run writes."""
+        try:
+            return cls(**state)
+        except (TypeError, AssertionError) as error:
+            raise UserError(f"the checkpoint is damaged: its loss scale is invalid: {error}", "state.json") from error
 
 
 class HostOptimizer:
@@ -90,6 +95,7 @@ class HostOptimizer:
         store: HostStore,
         units: Sequence[Unit],
         frozen: Collection[str],
+        undecayed: Collection[str],
         optim: OptimizerSpec,
         updater: CpuUpdater,
     ):
@@ -97,7 +103,9 @@ class HostOptimizer:
         self._units = [unit for unit in units if unit.layout.numel]
         self._updater = updater
         self._optim = optim
-        self._segments = {unit.name: _trained_segments(unit, frozen, optim) for unit in units}
+        self._segments = {
+            unit.name: _cut(_trained_segments(unit, frozen, undecayed, optim), store.units[unit.name]) for unit in units
+        }
         self._jobs: dict[str, Future[None]] = {}
         self.coefficients: StepCoefficients | None = None
         self.saving: HostPlanes | None = None
@@ -198,14 +206,27 @@ class HostOptimizer:
 
     def _protect(self, unit: Unit) -> None:
         if self.saving is not None:
-            pieces = cut_pieces(unit.layout.numel, self._updater.threads)
+            pieces = cut_pieces(self._store.units[unit.name].numel, self._updater.threads)
             self.saving.protect(unit.name, self._updater, pieces)
 
 
-def _trained_segments(unit: Unit, frozen: Collection[str], optim: OptimizerSpec) -> list[Segment]:
+def _trained_segments(
+    unit: Unit, frozen: Collection[str], undecayed: Collection[str], optim: OptimizerSpec
+) -> list[Segment]:
     """Segments of a unit that are updated: those of runs of entries between frozen ones."""
     segments: list[Segment] = []
     for is_frozen, run in groupby(unit.layout.entries, lambda entry: unit.prefix + entry.name in frozen):
         if not is_frozen:
-            segments += segments_of(((unit.prefix + e.name, e.shape, e.offset, e.numel) for e in run), optim)
+            entries = ((unit.prefix + e.name, e.shape, e.offset, e.numel) for e in run)
+            segments += segments_of(entries, optim, undecayed)
     return segments
+
+
+def _cut(segments: Sequence[Segment], planes: UnitPlanes) -> list[Segment]:
+    """The parts of a unit's segments that lie in its planes, counted from the planes' first element."""
+    start, end = planes.start, planes.start + planes.numel
+    return [
+        segment._replace(start=max(segment.start, start) - start, end=min(segment.end, end) - start)
+        for segment in segments
+        if segment.start < end and segment.end > start
+    ]

@@ -88,7 +88,8 @@ def _cut_block_mask(mask: BlockMask, rows: slice) -> BlockMask:
     compiled code would be specialised to each number."""
     if mask.kv_num_blocks.shape[0] == 1:
         return mask
-    first = torch.tensor(rows.start, device=mask.kv_num_blocks.device)
+    # Filled on the device: a copy would wait for it.
+    first = torch.full((), rows.start, device=mask.kv_num_blocks.device)
     whole = mask.mask_mod
 
     def shifted(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -130,6 +131,8 @@ class RowChunks:
         self._known: dict[tuple[str, ...], list[CallAxes]] = {}
         self._axes: list[CallAxes] | None = None
         """Axes of each layer call of this accumulation step; None: it is one microbatch."""
+        self._masks: dict[tuple[int, int], tuple[BlockMask, BlockMask]] = {}
+        """(id of a block mask, first row) -> (the mask, which keeps its id taken; the part of it)."""
         self._seen: list[tuple[list[Shape | None], list[Shape | None]]] | None = None
         """Shapes of each layer call, while probing."""
 
@@ -165,12 +168,13 @@ class RowChunks:
 
     def begin(self, kind: tuple[str, ...], rows: int, microbatch_rows: int) -> None:
         """Start an accumulation step of `rows` rows, in microbatches of at most `microbatch_rows`."""
+        self._masks = {}
         self.chunks = chunks_of(rows, microbatch_rows)
         self._axes = self._known[kind] if len(self.chunks) > 1 else None
 
     def abandon(self) -> None:
         """Reset after an error in the middle of a step."""
-        self.chunks, self._axes, self._seen = [], None, None
+        self.chunks, self._axes, self._seen, self._masks = [], None, None, {}
 
     def cut_inputs(self, layer: int, leaves: Sequence[Any], rows: slice) -> list[Any]:
         """The parts of a layer call's arguments that belong to `rows`."""
@@ -182,7 +186,17 @@ class RowChunks:
 
     def _cut(self, leaves: Sequence[Any], axes: Sequence[RowAxis | None], rows: slice) -> list[Any]:
         total = self.chunks[-1].stop
-        return [cut(leaf, axis, rows, total) for leaf, axis in zip(leaves, axes, strict=True)]
+        return [
+            self._cut_block_mask(leaf, rows) if isinstance(leaf, BlockMask) else cut(leaf, axis, rows, total)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+
+    def _cut_block_mask(self, mask: BlockMask, rows: slice) -> BlockMask:
+        """The part of a block mask that belongs to `rows`; cut once for all layers that share it."""
+        key = id(mask), rows.start
+        if key not in self._masks:
+            self._masks[key] = mask, _cut_block_mask(mask, rows)
+        return self._masks[key][1]
 
     def join_outputs(self, layer: int, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """A layer call's outputs from those of its microbatches."""

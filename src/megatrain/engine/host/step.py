@@ -11,7 +11,7 @@ Shapes: B rows of an accumulation step, T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +28,12 @@ from megatrain.engine.host.tape import Tape
 from megatrain.engine.host.weights import WeightStream, forward_fetch_order, training_fetch_order
 from megatrain.engine.objective import Objective
 from megatrain.engine.plan import StepShape
+from megatrain.models.rope import scaling_by_length
 from megatrain.models.shell import Shell
 
 MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask")
+PROBE_TOKENS = 64
+"""Tokens of the rows that layers are probed with: any number would do."""
 
 
 @dataclass
@@ -70,6 +73,7 @@ class StepRunner:
         aborter: StepAborter | None = None,
     ):
         self.shell = shell
+        self._by_length = scaling_by_length(shell.structure.model.config) is not None
         self.layers = LayerRunner(shell, streams, weights, gradients, inputs, aborter or StepAborter())
         self._streams = streams
         self._weights = weights
@@ -81,13 +85,16 @@ class StepRunner:
 
     # ---------------------------------------------------------------- the step
 
-    def gradients(self, batch: Batch, shape: StepShape, loss_scale: float) -> tuple[LossSums, torch.Tensor]:
+    def gradients(
+        self, batch: Batch, shape: StepShape, gradient_scale: float, only: Sequence[int] | None = None
+    ) -> tuple[LossSums, torch.Tensor]:
         """Forward and backward of a whole step; every unit's gradient is on its way to the host afterwards.
 
         Args:
-            batch: The rows of the step, with at least one target token.
+            batch: The rows of the step, or this rank's share of them.
             shape: How to cut it.
-            loss_scale: Factor on the loss gradient (fp16), 1.0 otherwise.
+            gradient_scale: Factor on the gradient of the loss's sum: 1 / target tokens of the whole step, times the loss scale.
+            only: Compute only these layers, ascending, the first layer among them; see `warm_up`.
 
         Returns:
             (sums of loss and metrics, sum of the squares of the gradients), scalars on the device, not yet waited for.
@@ -98,11 +105,12 @@ class StepRunner:
         microbatch_rows = min(shape.microbatch_rows, max(rows.stop - rows.start for rows in passes))
         self._learn_row_axes(inputs, microbatch_rows)
         self.layers.policies = shape.policies
-        self._weights.follow(training_fetch_order(self._depth, shape.segment, len(passes)))
+        layers = self._layers_of(only)
+        order = training_fetch_order(len(layers), shape.segment, len(passes))
+        self._weights.follow([layers[i] for i in order])
         self._gradients.begin_step()
         self.marks = []
         sums = LossSums(self._streams.device)
-        gradient_scale = loss_scale / len(targets)
         for rows in passes:
             edges, tape = self._bind_edges(requires_grad=True), Tape()
             self._mark("forward")
@@ -121,8 +129,11 @@ class StepRunner:
         self._weights.edges_in_use()
         return sums, self._gradients.squared_norm()
 
-    def loss(self, batch: Batch, shape: StepShape) -> LossSums:
-        """Sums of a batch's loss and metrics, without gradients. Logits exist for one chunk of tokens at a time."""
+    def loss(self, batch: Batch, shape: StepShape, only: Sequence[int] | None = None) -> LossSums:
+        """Sums of a batch's loss and metrics, without gradients. Logits exist for one chunk of tokens at a time.
+
+        `only`: as for `gradients`.
+        """
         self.shell.train(False)
         inputs, rows = self._place(batch), slice(0, len(batch["input_ids"]))
         targets = self._head.targets_of(self._head.find_targets(batch), rows)
@@ -130,12 +141,34 @@ class StepRunner:
         microbatch_rows = min(shape.microbatch_rows, len(batch["input_ids"]))
         with torch.no_grad():
             self._learn_row_axes(inputs, microbatch_rows)
-            self._weights.follow(forward_fetch_order(self._depth))
+            self._weights.follow(list(self._layers_of(only)))
             edges = self._bind_edges(requires_grad=False)
             hidden_BTD = self._forward(inputs, edges, microbatch_rows, 1, tape=None)
             self._head.loss(hidden_BTD, targets, edges.all(), shape.head_tokens, sums)
         self._weights.edges_in_use()
         return sums
+
+    def warm_up(self, batch: Batch, shape: StepShape, training: bool) -> None:
+        """Compile what steps on batches of this form run. The results are dropped; weights need not be loaded yet.
+
+        Computes the first two layers of each kind (template group and policy) as in a step; the other layers pass on what the
+        last computed layer returned.
+        """
+        groups = self.shell.groups
+        kinds = [(group, shape.policies.get(i) if training else None) for i, group in enumerate(groups)]
+        only = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
+        try:
+            if training:
+                self.gradients(batch, shape, 1.0, only)
+            else:
+                self.loss(batch, shape, only)
+        finally:
+            self.abandon()
+
+    def _layers_of(self, only: Sequence[int] | None) -> Sequence[int]:
+        """The layers that are computed from now on: `only` these, or all."""
+        self.layers.only = None if only is None else frozenset(only)
+        return range(self._depth) if only is None else only
 
     def close(self) -> None:
         """Release everything that refers to the device's buffers."""
@@ -167,6 +200,7 @@ class StepRunner:
         self.layers.rows.begin(self._kind_of(inputs), len(inputs["input_ids"]), microbatch_rows)
         hidden_BTD = self.shell.hidden_states(edges.all(), inputs)
         self.layers.tape = None
+        self._inputs.end_forward()
         if tape is not None and segment > 1:
             tape.drop_inner_inputs(segment)
         return hidden_BTD
@@ -201,11 +235,12 @@ class StepRunner:
             return
 
         def probe(count: int) -> None:
-            few = {name: tensor[torch.arange(count) % rows] for name, tensor in inputs.items()}
+            few = {name: tensor[torch.arange(count) % rows, :PROBE_TOKENS] for name, tensor in inputs.items()}
             self._weights.follow(forward_fetch_order(self._depth))
             # Replayed, so that a step that has to probe draws the same random numbers as one that need not.
             device = self._streams.device
-            with torch.no_grad(), randomness.replayed(device, randomness.capture(device)):
+            kept = randomness.replayed(device, randomness.capture(device))
+            with torch.no_grad(), kept, self.shell.eager():
                 self._forward(few, self._bind_edges(requires_grad=False), count, 1, tape=None)
 
         self.layers.rows.learn(kind, probe)
@@ -219,7 +254,10 @@ class StepRunner:
     def _place(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Copy the model's inputs to the device, and choose the attention implementation that they need."""
         self.shell.choose_attention(batch.get("position_ids") is not None, batch["input_ids"].shape[1])
-        return {name: self._streams.to_device(batch[name]) for name in MODEL_INPUTS if batch.get(name) is not None}
+        inputs = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
+        if self.shell.uses_block_masks and "position_ids" in inputs and not self._by_length:
+            inputs["position_ids"] = _always_packed(inputs["position_ids"])
+        return {name: self._streams.to_device(tensor) for name, tensor in inputs.items()}
 
     def _bind_edges(self, requires_grad: bool) -> Edges:
         """Leaves over the edge weights. The embedding is loaded now. The head's memory is bound now and loaded behind the last
@@ -240,6 +278,18 @@ class StepRunner:
         for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             seconds[phase] = seconds.get(phase, 0.0) + start.seconds_until(end)
         return seconds
+
+
+def _always_packed(positions_BT: torch.Tensor) -> torch.Tensor:
+    """The positions with a document more, of the last token of each row.
+
+    Hugging Face makes another kind of mask when no row of a batch holds several documents, and another kind of mask compiles the
+    layers again. The last token predicts nothing and no other token sees it, so its document is of no consequence. It would be to
+    a model whose rotary frequencies depend on the length of a document: the layers of such a model may be compiled twice.
+    """
+    changed = positions_BT.clone()
+    changed[:, -1] = 0
+    return changed
 
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:

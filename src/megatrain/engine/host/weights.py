@@ -9,6 +9,13 @@ of the same unit, which is launched after the backward that read it.
 Which layers a step fetches, in which order, is a list that is known before the step starts. Prefetching follows the list, and so
 does the choice of the slot to evict. An evaluation fetches each layer once, in order. Training does so for the forward; its
 backward goes through the segments from last to first, and each segment is first recomputed up to the input of its last layer.
+
+[Note: all ranks load alike]
+Where several ranks share the state, a load is a collective (device/shards.py), so all ranks must load the same units in the same
+order. Whether an update has finished differs between ranks, so a prefetch may not ask. It loads a unit that a load has waited
+for since the last update; any other unit only as the very next fetch and only at a release, where it blocks for the update: the
+next fetch, which the host thread launches right after, would do the same. Resident units are shards in device memory, and pass
+through slots like all others.
 """
 
 from __future__ import annotations
@@ -22,8 +29,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatrain.device.ring import Slot, WeightRing
+from megatrain.device.shards import ALONE, Shards
+from megatrain.device.streams import Event, Streams
 from megatrain.errors import UserError
-from megatrain.host_memory.store import HostStore
+from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
 
 
@@ -62,8 +71,10 @@ class WeightStream:
         store: The host planes.
         layers: The layer units, in order.
         ring: Slots for the layers.
-        edges: Embedding and head, each with its slot; a resident one has none. They are loaded once per update.
+        edges: Embedding and head, each with its slot; one that stays has none. They are loaded once per update.
         gate: See [Note: when a unit's weights may be copied].
+        streams: The device's streams; needed only where ranks share the state.
+        shards: The ranks that share the state.
     """
 
     def __init__(
@@ -73,6 +84,8 @@ class WeightStream:
         ring: WeightRing,
         edges: Sequence[tuple[Unit, Slot | None]],
         gate: UpdateGate,
+        streams: Streams | None = None,
+        shards: Shards = ALONE,
     ):
         self._store = store
         self._layers = list(layers)
@@ -83,6 +96,9 @@ class WeightStream:
         self._position = 0
         self._streamed: collections.deque[tuple[int, int]] = collections.deque()
         """(position, layer) of the fetches ahead that need a slot."""
+        self._streams, self._shards = streams, shards
+        self._updated: Event | None = None  # after the latest updates of resident shards, on compute
+        self._at_rest: set[str] = set()  # units that a load has waited for since the last update
         self.update_wait_s = 0.0
         self.loaded_bytes = 0
 
@@ -129,8 +145,8 @@ class WeightStream:
         return len(self._order) - self._position
 
     def stays(self, layer: int) -> bool:
-        """Whether the layer is resident: its weights never move, and it has no slot."""
-        return self._store.units[self._layers[layer].name].resident
+        """Whether the whole layer is resident: its weights never move, and it has no slot."""
+        return stays(self._store.units[self._layers[layer].name], self._shards)
 
     def release(self, layer: int) -> None:
         """Call when all kernels that read this fetch of `layer` are launched. Prefetches what comes next. Asynchronous."""
@@ -148,12 +164,17 @@ class WeightStream:
             unit = self._layers[following]
             if self._ring.holding(unit.name) is not None:
                 continue
-            if not self._gate.finished(unit.name):
-                return  # not worth blocking for: fetch will
+            if not self._may_prefetch(unit, position):
+                return
             slot = self._ring.victim(self._next_use, before=position)
             if slot is None:
                 return
             self._load(slot, unit)
+
+    def _may_prefetch(self, unit: Unit, position: int) -> bool:
+        if not self._shards.many:
+            return self._gate.finished(unit.name)  # otherwise not worth blocking for: fetch will
+        return unit.name in self._at_rest or position == self._position  # [Note: all ranks load alike]
 
     def edge_weights(self, index: int) -> torch.Tensor:
         """The flat weights of the embedding (0) or the head (1), loaded if stale, for kernels launched from now on."""
@@ -179,7 +200,11 @@ class WeightStream:
                 slot.release()
 
     def drop_all(self) -> None:
-        """Invalidate everything on the device: the masters have changed."""
+        """Invalidate everything on the device: updates of the masters were launched."""
+        self._at_rest.clear()
+        if self._shards.many and self._streams is not None:
+            self._updated = self._streams.event()
+            self._streams.mark_compute(self._updated)
         for slot in self._all_slots():
             slot.drop()
 
@@ -215,6 +240,13 @@ class WeightStream:
         started = time.perf_counter()
         self._gate.wait(unit.name)
         self.update_wait_s += time.perf_counter() - started
-        hi = self._store.units[unit.name].hi
-        slot.load(unit.name, hi)
-        self.loaded_bytes += hi.nbytes
+        self._at_rest.add(unit.name)
+        planes = self._store.units[unit.name]
+        slot.load(unit.name, planes.hi, self._updated if planes.resident else None)
+        if not planes.resident:
+            self.loaded_bytes += planes.hi.nbytes
+
+
+def stays(planes: UnitPlanes, shards: Shards) -> bool:
+    """Whether a unit is computed from its planes where they are: it is resident, and they hold all of it."""
+    return planes.resident and not shards.many

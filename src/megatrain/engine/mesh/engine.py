@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
-from megatrain.checkpoint.reader import OpenCheckpoint
-from megatrain.device.attention import attention_order, fastest_attention
+from megatrain.checkpoint.reader import OpenCheckpoint, load_masters
+from megatrain.device.allocator import configure_allocator
+from megatrain.device.attention import attention_order, deterministic_kernels, fastest_attention
 from megatrain.engine.base import (
     Engine,
     EvalResult,
@@ -42,23 +43,22 @@ from megatrain.engine.mesh import context_parallel, launch
 from megatrain.engine.mesh.context_parallel import TokenMap
 from megatrain.engine.mesh.data_parallel import BF16_POLICY, MASTERS_POLICY, Box, Devices, local, modules_in_fp32, shard
 from megatrain.engine.mesh.gradients import Gradients
-from megatrain.engine.mesh.layout import MeshPlan, dropout_keys, whole_attention
-from megatrain.engine.mesh.pipeline import Batch, Runner, microbatches, without_mask
+from megatrain.engine.mesh.layout import MeshPlan, whole_attention
+from megatrain.engine.mesh.pipeline import Batch, Runner, microbatches, refuse_mask
 from megatrain.engine.mesh.rank_metrics import RankMeter
 from megatrain.engine.mesh.saving import MeshCheckpoints
 from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts, verify_family_cut
 from megatrain.engine.mesh.state import MeshState, everyone
 from megatrain.engine.mesh.tensor_parallel import parallelize, splits_experts
-from megatrain.engine.mesh.watchdog import unwatched
 from megatrain.engine.mesh.zero_bubble import WeightGradStore
 from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.errors import Aftermath, UserError
 from megatrain.metrics.record import MeshRecord
-from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
+from megatrain.models.build import dropout_keys, find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
 from megatrain.models.templates import LayerCode, template_groups
-from megatrain.models.weights import copy_from_memory, initialize, load_weights
+from megatrain.models.weights import copy_from_memory, initialize
 from megatrain.optim.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,6 @@ class MeshEngine(Engine):
 
     Attributes:
         plan: As given, with `auto` and `shard` resolved; `layout` is its layout.
-        watch: (kind, name) -> a context manager around that section of the work, for a watchdog.
         parts: The layers of each stage; `stages` are those on this rank.
 
     Raises:
@@ -111,7 +110,7 @@ class MeshEngine(Engine):
             what = f"the mesh engine computes cross entropy only, not {self.objective.name}"
             raise UserError(what, "objective", "use HostEngine")
         self.device = launch.device_of_rank(device)
-        self.watch: Callable[..., AbstractContextManager[Any]] = unwatched
+        configure_allocator(self.device)
         self._debug = debug
         self._stepped = False
         config = config_of(model, trust_remote_code)
@@ -130,10 +129,13 @@ class MeshEngine(Engine):
             self._fp32_names = fp32_parameter_names(built, torch.bfloat16)
         self.structure = dissect(meta)
         self._check_model(meta)
+        self._deterministic = plan.deterministic
         self.compiled = plan.compile == "on" or (plan.compile == "auto" and self.device.type == "cuda")
         if self.compiled and (reason := self._eager_reason(meta)):
             self.compiled = False
             logger.info("layers run eager: %s", reason)
+        if self.compiled:
+            self._shapes = (plan.train_shape, plan.eval_shape)
         self.config = meta.config
         refuse_unmatched_groups(self.structure, self.optim)
         if self.layout.pipeline > 1:
@@ -148,11 +150,13 @@ class MeshEngine(Engine):
             stage, stage_boxes = self._make_stage(meta, self.parts[index])
             self.stages.append(stage)
             boxes.append(stage_boxes)
-        self.gradients = Gradients(self.stages, boxes, self.structure.tied, self.devices, self.optim)
+        self.gradients = Gradients(
+            self.stages, boxes, self.structure.tied, self.devices, self.optim, self.structure.undecayed
+        )
         self.state = MeshState(self.structure, self.gradients, self.devices)
         self._buffers = persistent_buffers(meta)
         self.checkpoint_policy = MeshCheckpoints(
-            self.structure, self.state, self.optim, self._buffers, self.source_folder, self.devices
+            self.structure, self.state, self.optim, self._buffers, self.source_folder, self.devices, self.shipped
         )
         self._checkpoints = CheckpointManager(self.checkpoint_policy)
         self._fill(model, init)
@@ -209,7 +213,7 @@ class MeshEngine(Engine):
 
     def eval_step(self, batch: Mapping[str, torch.Tensor]) -> EvalResult:
         """See `Engine.eval_step`. Collective."""
-        batch, tokens = self._checked(batch)
+        batch, tokens = self._checked(batch, training=False)
         if tokens == 0:
             return EvalResult(0.0, 0)
         own = microbatches(batch, self.layout, self.devices.at, self.device)
@@ -294,7 +298,7 @@ class MeshEngine(Engine):
         """See `Engine.cancel_save`. Not collective: for a rank that must exit."""
         self._checkpoints.cancel_save()
 
-    def load(self, folder: str | Path, *, wait: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, wait: bool = True, convert_states: bool = False) -> dict[str, Any]:
         """See `Engine.load`; from a checkpoint of either engine and any layout. Everything is loaded on return. Collective.
 
         Each rank reads only its own parts of the tensors and verifies a share of the checkpoint, so that all ranks together read
@@ -304,12 +308,12 @@ class MeshEngine(Engine):
         refuse_other_config(Path(folder), self.config)
         self.wait_saved()
         with self.watch("load"), self._checkpoints.restoring(Path(folder)):
-            return self._load(Path(folder))
+            return self._load(Path(folder), convert_states)
 
-    def _load(self, folder: Path) -> dict[str, Any]:
+    def _load(self, folder: Path, convert_states: bool) -> dict[str, Any]:
         state: dict[str, Any] | None = None
         try:
-            with OpenCheckpoint(folder, self.structure, self.optim) as opened:
+            with OpenCheckpoint(folder, self.structure, self.optim, convert_states) as opened:
                 for unit in self.structure.units:
                     found = opened.boxes(unit, self.state.boxes(unit.name))
                     if found is not None:
@@ -356,7 +360,7 @@ class MeshEngine(Engine):
             initialize(self.structure, self.state, seed=self.seed, device=self.device)  # type: ignore[arg-type]
         else:
             assert self.source_folder is not None
-            load_weights(self.source_folder, self.structure, self.state, self._buffers)  # type: ignore[arg-type]
+            load_masters(self.source_folder, self.structure, self.state, self._buffers)  # type: ignore[arg-type]
         self._copy_buffers()
 
     def _share_buffers(self) -> None:
@@ -462,13 +466,14 @@ class MeshEngine(Engine):
     def _shape(self, name: str) -> torch.Size:
         return self.structure.model.get_parameter(name).shape
 
-    def _checked(self, batch: Mapping[str, torch.Tensor]) -> tuple[Batch, int]:
-        checked, tokens = super()._checked(batch)
-        return without_mask(checked), tokens
+    def _checked(self, batch: Mapping[str, torch.Tensor], training: bool = True) -> tuple[Batch, int]:
+        checked, tokens = super()._checked(batch, training)
+        refuse_mask(checked)
+        return checked, tokens
 
     @contextlib.contextmanager
     def _computing(self, own: Sequence[Batch]) -> Iterator[None]:
-        """The context of a forward: `debug`, and the fastest attention kernel for the heads that a rank computes.
+        """The context of a forward: `debug`, and deterministic kernels, or the fastest attention for the heads of a rank.
 
         Context parallel has a mask, and leaves the choice of the kernel to torch.
         """
@@ -478,7 +483,10 @@ class MeshEngine(Engine):
         elif shape is not None and not whole_attention(self.config, layout.tensor):
             shape = shape[0] // layout.tensor, shape[1] // layout.tensor, shape[2]
         tokens = own[0]["input_ids"].shape[1]
-        kernels = fastest_attention(attention_order(shape, tokens, self._compute_dtype, self.device))
+        if self._deterministic:
+            kernels = deterministic_kernels()
+        else:
+            kernels = fastest_attention(attention_order(shape, tokens, self._compute_dtype, self.device))
         with self._debug() if self._debug is not None else contextlib.nullcontext(), kernels:
             yield
 

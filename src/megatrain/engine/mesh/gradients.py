@@ -16,7 +16,7 @@ ranks skip the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,12 @@ class Gradients:
         stages: The local stages, sharded and filled.
         boxes: Per stage, each parameter's box by Hugging Face name.
         tied: Alias -> owner.
+        undecayed: Full names of parameters without weight decay.
     """
 
     def __init__(
         self, stages: Sequence[Stage], boxes: Sequence[Mapping[str, Box]], tied: Mapping[str, str], devices: Devices,
-        optim: OptimizerSpec,
+        optim: OptimizerSpec, undecayed: Collection[str],
     ):  # fmt: skip
         self._devices, self._optim = devices, optim
         self.states = optim.states
@@ -56,7 +57,7 @@ class Gradients:
                 )
         self._parameters = [local_parameters(stage) for stage in stages]
         self._boxes = list(boxes)
-        self._tied = dict(tied)
+        self._tied, self._undecayed = dict(tied), undecayed
         self.optimizers = [self._make_optimizer(parameters) for parameters in self._parameters]
 
     def all(self) -> Iterator[tuple[str, nn.Parameter, Box, torch.optim.Optimizer]]:
@@ -147,7 +148,9 @@ class Gradients:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 owner = self._tied.get(name, name)
-                groups.setdefault(hyper_parameters(owner, parameter.ndim, self._optim), []).append(parameter)
+                groups.setdefault(hyper_parameters(owner, parameter.ndim, self._optim, self._undecayed), []).append(
+                    parameter
+                )
         made: list[dict[str, Any]] = [
             {"params": members, "weight_decay": decay, "lr_scale": scale} for (decay, scale), members in groups.items()
         ]

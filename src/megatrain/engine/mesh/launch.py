@@ -13,6 +13,9 @@ error is left in the store, which outlives the processes: the next attempts find
 once. The store lives as long as torchrun itself, so a resubmitted job starts afresh. Where torchrun's agents do not host the
 store (`TORCHELASTIC_USE_AGENT_STORE`) it ends with rank 0, and every attempt finds the error for itself.
 
+Rank 0 is the one that prints. Another rank that finds an error first leaves it in the store and waits until rank 0 has told it:
+when the first process ends, torchrun ends the others, and rank 0 may still be importing torch.
+
 [Note: out of memory]
 When a step fails on one rank, the others wait for it in collectives that it cannot enter again. So its process ends with the exit
 code of a hang, after it has increased the count in RUN/denser. torchrun restarts all ranks; they resume from the newest
@@ -59,6 +62,14 @@ def rank() -> int:
 def attempt() -> int:
     """How often torchrun has restarted this job's processes, as counted by the agent of this host."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+ONE_COMMAND = "MEGATRAIN_ONE_COMMAND"
+
+
+def one_command() -> bool:
+    """Whether `megatrain` itself has started the ranks, so that all attempts write to one terminal; see run/ranks.py."""
+    return ONE_COMMAND in os.environ
 
 
 def device_of_rank(device: str | torch.device) -> torch.device:
@@ -124,16 +135,36 @@ def has_begun(folder: Path) -> bool:
 def note_end(code: int, text: str) -> None:
     """Note an error that a restart would repeat; the first one counts. See [Note: errors that come again]."""
     if (store := _store_of_all_attempts()) is not None:
-        store.compare_set(_END, "", json.dumps([code, text]))
+        store.compare_set(_END, "", json.dumps([code, text, attempt()]))
 
 
-def noted_end() -> tuple[int, str] | None:
-    """(exit code, text) of the noted error that ended an earlier attempt of this job, or None."""
+def noted_end() -> tuple[int, str, int] | None:
+    """(exit code, text, attempt) of the noted error that ended an attempt of this job, maybe this one, or None."""
     store = _store_of_all_attempts()
     if store is None or not store.check([_END]):
         return None
-    code, text = json.loads(store.get(_END))
-    return code, text
+    code, text, number = json.loads(store.get(_END))
+    return code, text, number
+
+
+def tell_end() -> None:
+    """Call on rank 0 before it prints an error that other ranks may wait for: see [Note: errors that come again]."""
+    if (store := _store_of_all_attempts()) is not None:
+        store.set(f"{_END}/told/{attempt()}", "")
+
+
+def end_was_told(wait_s: float = 20.0) -> bool:
+    """Wait on another rank until rank 0 has told the error of this attempt; False if it did not. True without a store."""
+    store = _store_of_all_attempts()
+    if store is None:
+        return True
+    deadline = time.monotonic() + wait_s
+    while not store.check([f"{_END}/told/{attempt()}"]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    time.sleep(0.2)  # for the printing itself
+    return True
 
 
 def _store_of_all_attempts() -> Any:

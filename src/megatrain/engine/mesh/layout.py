@@ -18,7 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from megatrain.engine.batches import BatchShape
 from megatrain.errors import UserError
+from megatrain.models.build import dropout_keys
+from megatrain.models.rope import scaling_by_length
+from megatrain.units import counted
 
 TENSOR_FAMILIES = frozenset(
     "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5 "
@@ -219,10 +223,13 @@ class Layout:
             *full._tensor_problems(text),
             *full._context_problems(text),
         ]
-        if rows is not None and rows < full.row_multiple:
+        if rows is not None and rows < (needed := full.row_multiple):
+            count = full.microbatch_count
+            microbatches = f"{count} {'microbatch' if count == 1 else 'microbatches'}"
             found.append(
-                f"{rows} rows per step are fewer than {full.data} data ranks x {full.microbatch_count} microbatches = "
-                f"{full.row_multiple}: some ranks would compute only padding; use at least {full.row_multiple} rows"
+                f"a step has {counted(rows, 'row')}, fewer than {counted(full.data, 'data rank')} x {microbatches} = "
+                f"{needed}: some ranks would compute only padding; use at least {needed} rows "
+                f"(batch.tokens_per_step: {needed} x data.max_tokens)"
             )
         return found
 
@@ -320,6 +327,8 @@ class Layout:
         unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS)
         if self.context > 1 and unknown:
             yield f"context parallel cannot split layers of kind {', '.join(unknown)}; context 1 would fit"
+        if self.context > 1 and (scaling := scaling_by_length(config)) is not None:
+            yield f"context parallel splits documents, and the rotary scaling {scaling[0]} needs their length: use context 1"
         for name in dropout_keys(config) if self.context * self.tensor > 1 else ():
             yield (
                 f"{name} {getattr(config, name)} would differ between the ranks of a tensor or context group; "
@@ -338,6 +347,8 @@ class MeshPlan:
             parallel, and schedules that split the backward run eager.
         compute_dtype: bf16 with fp32 masters, moments and reductions; fp32; fp64 (tests only). auto: bf16 on a GPU, else fp32.
         attn_implementation: Hugging Face's name of an attention implementation; context parallel brings its own.
+        deterministic: Use only kernels that give the same bits every time (on a GPU).
+        train_shape, eval_shape: Shapes that batches are padded to where layers are compiled; None: batches as they come.
         reduced_by: The config line that makes the latest reduction permanent; empty for a plan as configured.
     """
 
@@ -346,6 +357,9 @@ class MeshPlan:
     compile: Literal["auto", "on", "off"] = "auto"
     compute_dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     attn_implementation: str | None = None
+    deterministic: bool = False
+    train_shape: BatchShape | None = None
+    eval_shape: BatchShape | None = None
     reduced_by: str = field(default="", compare=False)
 
     def reduced(self, rows: int) -> MeshPlan | None:
@@ -370,13 +384,6 @@ def whole_attention(config: Any, tensor: int) -> bool:
     text = config.get_text_config()
     counts = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return any(isinstance(count, int) and count % tensor != 0 for count in counts)
-
-
-def dropout_keys(config: Any) -> list[str]:
-    """Config keys of dropout and jitter that are above 0."""
-    suffixes = ("pdrop", "router_jitter_noise", "input_jitter_noise")
-    names = sorted(name for name in vars(config) if "dropout" in name or name.endswith(suffixes))
-    return [name for name in names if isinstance(value := getattr(config, name), float) and value > 0.0]
 
 
 def split_layers(

@@ -46,20 +46,16 @@ KEPT_SHAPES = 4
 """Unpacked rows give nearly every step a new shape."""
 
 
-def without_mask(batch: Batch) -> Batch:
-    """Drop an attention mask that only hides padding without targets at the ends of rows; raise a UserError for any other."""
+def refuse_mask(batch: Batch) -> None:
+    """Raise a UserError for an attention mask. `batches.checked` has dropped one that only hides padding at the ends of rows."""
     mask = batch.get("attention_mask")
-    if mask is None:
-        return batch
-    holes = bool((mask[:, 1:] > mask[:, :-1]).any())
-    targets = bool((batch["labels"][mask == 0] != IGNORED).any())
-    if holes or targets:
+    if mask is not None:
+        holes = bool((mask[:, 1:] > mask[:, :-1]).any())
         raise UserError(
             "masks tokens before real ones" if holes else "masks tokens that are targets",
             "batch['attention_mask']",
             "the mesh engine takes padding at the end of rows only; separate documents by document_ids",
         )
-    return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
 
 
 def microbatches(batch: Batch, layout: Layout, at: Coordinate, device: torch.device) -> list[Batch]:

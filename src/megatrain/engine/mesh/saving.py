@@ -2,67 +2,33 @@
 
 [Note: a mesh save]
 Between two steps every rank copies what it sends ([Note: who sends what] in state.py) to host memory, and training continues.
-A thread on each rank then sends the copies to the ranks that write, one per host, over a gloo group that only saves use, so
-that no message of training gets in between. Units are gathered in rounds ([Note: rounds]) and written as the host engine does
-it, into one folder that rank 0 has made ([Note: several writers] in checkpoint/files.py). A writer holds two gathered units at
-most: one being written and one being gathered. The ranks learn that the save has ended when every file is synced, was read
-back and compared, and the folder has its name.
+A thread on each rank then sends the copies to the ranks that write: [Note: a shared save] in checkpoint/shared_write.py.
 
 Memory for copies is bounded. Units for which some rank has no room are sent from the live state first, while training waits.
-
-Before every round, and before every step of the end, all ranks agree to continue: an error anywhere (a full disk, a failed
-read) ends the save everywhere. An error in the middle of a round is reported at its end, so that no rank waits for a message
-that never comes. Rank 0 removes the folder when the other writers have closed their files.
-
-A writer that does not see the folder, because the hosts share no file system, makes rank 0 write everything, with a warning.
-
-[Note: rounds]
-Units are assigned by size, largest first, each to the writer that has the fewest parameters so far. The n-th units of all
-writers form round n: they are gathered at the same time, and written while the next round is gathered.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatrain.checkpoint.async_save import SaveCancelled, SaveSource
-from megatrain.checkpoint.files import FilesWriter, FolderWriter
-from megatrain.checkpoint.format import MARKER_FILE, FileRecord
+from megatrain.checkpoint.async_save import SaveSource
 from megatrain.checkpoint.manager import CheckpointPolicy, SaveOptions
-from megatrain.checkpoint.writer import (
-    SavePlan,
-    UnitFiles,
-    UnitsPlan,
-    plan_save,
-    plan_units,
-    write_begin,
-    write_end,
-    write_unit,
-)
+from megatrain.checkpoint.shared_write import SharedWrite, by_size, first_of_hosts, plan_together
+from megatrain.checkpoint.writer import SavePlan, UnitsPlan, plan_save, plan_units
 from megatrain.engine.mesh.data_parallel import Devices
 from megatrain.engine.mesh.state import MeshState
-from megatrain.errors import Aftermath, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.host_memory.store import UnitPlanes
-from megatrain.models.structure import Structure, Unit
+from megatrain.models.structure import Structure
 from megatrain.optim.spec import OptimizerSpec
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Share = tuple[dict[str, FileRecord], dict[str, UnitFiles]]
-"""What a writer reports to rank 0: the records of its files, and its units."""
 
 
 class ShardedState(SaveSource):
@@ -93,20 +59,13 @@ class ShardedState(SaveSource):
         buffer_bytes: int | None,
     ):
         super().__init__(directory, plan.total_bytes if isinstance(plan, SavePlan) else 0)
-        self._plan, self._state = plan, state
+        self._state = state
         self._group, self._device = devices.save_group, devices.device
-        self._writers = list(writers)
-        """The ranks that write; rank 0 alone once it turns out that one of them does not see the folder."""
+        self._shared = SharedWrite(self, plan, writers, devices.save_group)
         self._planes = 1 if plan.weights_only else 1 + len(plan.optim.states)
-        self._units = {unit.name: unit for unit in plan.units}
-        self._sizes = {name: unit.layout.numel for name, unit in self._units.items()}
-        self._names = by_size(self._sizes)
+        self._names = by_size(self._shared.sizes)
         self._copies: dict[str, torch.Tensor] = {}
         self._read_error: BaseException | None = None
-        self._stopped = False  # nothing may be written any more
-        self._writer: UnitWriter | None = None
-        self._written_elsewhere = 0
-        self._own_share = 1.0
         self._live_sent = threading.Event()
         self._first_copied = self._find_first_copied(buffer_bytes)
         for unit in self._names[self._first_copied :]:
@@ -121,15 +80,11 @@ class ShardedState(SaveSource):
         self.waited_s = time.perf_counter() - self.started
 
     def written_by_all(self, ended: bool) -> int:
-        """Until the end, assume that the other writers are as far with their shares as this one. 0 except on rank 0."""
-        if ended:
-            return self.written_bytes + self._written_elsewhere
-        return min(self.total_bytes, int(self.written_bytes / self._own_share))
+        return self._shared.written_by_all(ended)
 
     def count(self, size: int) -> None:
         super().count(size)
-        if self._stopped:
-            raise SaveCancelled(f"{self.directory}: another rank failed")
+        self._shared.count()
 
     # ---------------------------------------------------------------- copies
 
@@ -150,13 +105,13 @@ class ShardedState(SaveSource):
 
     def _read(self, name: str) -> torch.Tensor:
         """What this rank sends of a parameter; the copy, if there is one, is released. After an error zeros are sent, and
-        `_check` ends the save."""
+        `_room` ends the save."""
         copy = self._copies.pop(name, None)
         if copy is not None:
             return copy
         try:
             return self._state.part(name, self._planes)
-        except Exception as error:  # noqa: BLE001  `_check` raises it
+        except Exception as error:  # noqa: BLE001  `_room` raises it
             self._read_error = error
             return self._state.zeros(name, self._planes)
 
@@ -166,244 +121,31 @@ class ShardedState(SaveSource):
         """See [Note: a mesh save]. Collective."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        with contextlib.ExitStack() as stack:  # closes writers and folder, whatever happens
-            folder = self._together(lambda: self._begin(stack))
-            part = self._join(folder, stack)
-            self._own_share = self._share_of(dist.get_rank()) or 1.0
-            stack.callback(self._stop_writing)
-            if part is not None:
-                self._writer = UnitWriter(part, self._plan)
-            live = set(self._names[: self._first_copied])
-            for units in rounds(self._sizes, self._writers):
-                whole = self._together(lambda units=units: self._room(units))
-                self._state.gather(units, whole, self._read, self._group, self._planes)
-                live.difference_update(units.values())
-                if not live:
-                    self._live_sent.set()
-                if self._writer is not None and whole is not None:
-                    self._writer.put(self._units[whole.name], whole)
-            self._together(self._settle)
-            reported = self._gathered_shares()
-            self._together(lambda: self._end(folder, reported))
+        live = set(self._names[: self._first_copied])
+
+        def gather(units: Mapping[int, str], whole: UnitPlanes | None) -> None:
+            self._state.gather(units, whole, self._read, self._group, self._planes)
+            live.difference_update(units.values())
+            if not live:
+                self._live_sent.set()
+
+        self._shared.run(self._room, gather)
 
     def close(self) -> None:
         self._copies.clear()
         self._live_sent.set()
 
-    def _begin(self, stack: contextlib.ExitStack) -> FolderWriter | None:
-        """On rank 0, make the folder."""
-        if not isinstance(self._plan, SavePlan):
-            return None
-        folder = stack.enter_context(FolderWriter(self.directory, self.count))
-        write_begin(folder, self._plan)
-        return folder
-
-    def _join(self, folder: FolderWriter | None, stack: contextlib.ExitStack) -> FilesWriter | None:
-        """Agree on who writes: all writers if each of them sees rank 0's folder, else rank 0. Returns this rank's writer."""
-        said: list[Any] = [None]
-        if folder is not None:
-            said = [(folder.temp.name, (folder.temp / MARKER_FILE).read_text(encoding="utf-8"))]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        temp = self.directory.with_name(said[0][0])
-        me = dist.get_rank()
-        blind = first_rank(me in self._writers and not _is_marked(temp, said[0][1]), self._group)
-        if blind is not None:
-            self._writers = [0]
-            if folder is not None:
-                logger.warning(
-                    "rank %d does not see %s: the hosts share no file system there, so rank 0 alone writes the checkpoint",
-                    blind, temp,
-                )  # fmt: skip
-        if folder is not None or me not in self._writers:
-            return folder
-        return stack.enter_context(FilesWriter(temp, self.directory, self.count))
-
-    def _share_of(self, rank: int) -> float:
-        """Fraction of the parameters that a rank writes."""
-        own = shares(self._sizes, self._writers).get(rank, [])
-        return sum(self._sizes[name] for name in own) / max(1, sum(self._sizes.values()))
-
-    def _check(self) -> None:
-        """Raise why this rank cannot continue, if so."""
-        self.check_cancelled()
+    def _room(self, units: Mapping[int, str]) -> UnitPlanes | None:
+        """Memory for the unit that this rank receives in a round. Raises an error of `_read`."""
         if self._read_error is not None:
             raise self._read_error
-        if self._writer is not None:
-            self._writer.check()
-
-    def _room(self, units: Mapping[int, str]) -> UnitPlanes | None:
-        """Memory for the unit that this rank receives in a round."""
-        self._check()
         name = units.get(dist.get_rank())
         return None if name is None else self._state.empty_planes(name, self._planes)
-
-    def _settle(self) -> None:
-        self._check()
-        if self._writer is not None:
-            self._writer.settle()
-
-    def _gathered_shares(self) -> list[Share | None]:
-        """On rank 0, what each rank has written."""
-        me = dist.get_rank()
-        mine: Share | None = None
-        if self._writer is not None:
-            mine = self._writer.part.records, self._writer.written
-        found: list[Share | None] = [None] * dist.get_world_size()
-        dist.gather_object(mine, found if me == 0 else None, dst=0, group=self._group)
-        return found
-
-    def _end(self, folder: FolderWriter | None, reported: Sequence[Share | None]) -> None:
-        """On rank 0, finish the folder."""
-        if folder is None or not isinstance(self._plan, SavePlan):
-            return
-        written: dict[str, UnitFiles] = {}
-        for rank, share in enumerate(reported):
-            if share is not None:
-                records, units = share
-                written |= units
-                if rank != 0:
-                    folder.take_over(records)
-        write_end(folder, self._plan, written)
-        self.read_back_s = folder.read_back_s
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and continue if it succeeded everywhere. Collective.
-
-        Raises:
-            This rank's error, or a UserError that names the first rank that has one. Nothing is being written then.
-        """
-        done: list[T] = []
-        error: BaseException | None = None
-        try:
-            done.append(work())
-        except BaseException as problem:  # noqa: BLE001  raised below, once all ranks know
-            error = problem
-        written = self.written_bytes
-        words = torch.tensor([int(error is not None), written])
-        dist.all_reduce(words, group=self._group)
-        failed, written_by_all = words.tolist()
-        self._written_elsewhere = written_by_all - written
-        if failed:
-            self._stop_writing()
-            first = first_rank(error is not None, self._group)
-            assert first is not None
-            raise error or _failed_on(first, self.directory)
-        return done[0]
-
-    def _stop_writing(self) -> None:
-        self._stopped = True
-        if self._writer is not None:
-            self._writer.end()
-
-
-class UnitWriter:
-    """Writes the units that one rank receives, in a thread, while the rank takes part in gathering the next ones.
-
-    It holds one unit at a time: `put` waits for the one before.
-
-    Args:
-        part: Where to write.
-        plan: How to write.
-    """
-
-    def __init__(self, part: FilesWriter, plan: UnitsPlan):
-        self.part, self._plan = part, plan
-        self.written: dict[str, UnitFiles] = {}
-        self._error: BaseException | None = None
-        self._units: queue.Queue[tuple[Unit, UnitPlanes] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="checkpoint-write", daemon=True)
-        self._thread.start()
-
-    def put(self, unit: Unit, planes: UnitPlanes) -> None:
-        """Queue a unit, whose planes must not change any more, once the one before is written. `check` raises its errors."""
-        self._units.join()
-        self._units.put((unit, planes))
-
-    def check(self) -> None:
-        """Raise the first error so far."""
-        if self._error is not None:
-            raise self._error
-
-    def settle(self) -> None:
-        """Return when all units are on disk and were read back. Raises the first error."""
-        self._units.join()
-        self.check()
-        self.part.settle()
-
-    def end(self) -> None:
-        """Wait for the unit in progress, then close the files. Nothing can be written afterwards."""
-        if self._thread.is_alive():
-            self._units.put(None)
-            self._thread.join()
-        self.part.close_files()
-
-    def _run(self) -> None:
-        while (item := self._units.get()) is not None:
-            try:
-                if self._error is None:
-                    self.written[item[0].name] = write_unit(self.part, *item, self._plan)
-            except BaseException as error:  # noqa: BLE001  `check` raises it
-                self._error = error
-            del item  # frees the planes before the next unit's are allocated
-            self._units.task_done()
-
-
-def first_of_hosts(group: dist.ProcessGroup) -> list[int]:
-    """The first rank of every host, by torchrun's LOCAL_RANK; rank 0 alone without it. Collective over all ranks."""
-    firsts = [False] * dist.get_world_size()
-    me = dist.get_rank()
-    dist.all_gather_object(firsts, me == 0 or os.environ.get("LOCAL_RANK") == "0", group=group)
-    return [rank for rank, first in enumerate(firsts) if first]
-
-
-def by_size(sizes: Mapping[str, int]) -> list[str]:
-    """Largest first; equal ones in the order given."""
-    return sorted(sizes, key=lambda name: -sizes[name])
-
-
-def shares(sizes: Mapping[str, int], writers: Sequence[int]) -> dict[int, list[str]]:
-    """Writer -> its units, in the order in which it receives them. See [Note: rounds]."""
-    found: dict[int, list[str]] = {writer: [] for writer in writers}
-    loads = dict.fromkeys(writers, 0)
-    for name in by_size(sizes):
-        writer = min(loads, key=loads.__getitem__)
-        found[writer].append(name)
-        loads[writer] += sizes[name]
-    return found
-
-
-def rounds(sizes: Mapping[str, int], writers: Sequence[int]) -> list[dict[int, str]]:
-    """For each round, writer -> its unit. See [Note: rounds]."""
-    found = shares(sizes, writers)
-    count = max(len(units) for units in found.values())
-    return [
-        {writer: units[number] for writer, units in found.items() if number < len(units)} for number in range(count)
-    ]
-
-
-def first_rank(says_so: bool, group: dist.ProcessGroup) -> int | None:
-    """The first rank that says so, None if none does. Collective."""
-    world = dist.get_world_size()
-    word = torch.tensor([dist.get_rank() if says_so else world])
-    dist.all_reduce(word, op=dist.ReduceOp.MIN, group=group)
-    return None if word.item() == world else int(word.item())
-
-
-def _is_marked(temp: Path, marker: str) -> bool:
-    """Whether this is the folder that rank 0 has made."""
-    try:
-        return (temp / MARKER_FILE).read_text(encoding="utf-8") == marker
-    except OSError:
-        return False
 
 
 def _ranks_here() -> int:
     """Number of ranks on this host, by torchrun's LOCAL_WORLD_SIZE; all ranks without it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def _failed_on(rank: int, directory: Path) -> UserError:
-    return Aftermath(f"rank {rank} could not write the checkpoint", str(directory), f"see rank {rank}'s error")
 
 
 class MeshCheckpoints(CheckpointPolicy):
@@ -416,6 +158,7 @@ class MeshCheckpoints(CheckpointPolicy):
         buffers: The model's persistent buffers by full name.
         source_folder: The folder that the model came from.
         devices: The mesh.
+        shipped: As for `plan_save`; read at each save.
     """
 
     def __init__(
@@ -426,7 +169,9 @@ class MeshCheckpoints(CheckpointPolicy):
         buffers: Mapping[str, torch.Tensor],
         source_folder: Path | None,
         devices: Devices,
+        shipped: Mapping[str, bytes | None],
     ):
+        self._shipped = shipped
         self._structure, self._state, self._buffers, self._source_folder = structure, state, buffers, source_folder
         self._devices, self._optim = devices, optim
         self.writers = first_of_hosts(devices.save_group)
@@ -434,20 +179,15 @@ class MeshCheckpoints(CheckpointPolicy):
 
     def open_source(self, directory: Path, state: Mapping[str, Any], options: SaveOptions) -> ShardedState:
         """Rank 0 decides; every rank learns whether it can be done. Collective."""
-        plan: UnitsPlan | None = None
-        try:
-            plan = self._plan(directory, state, options.weights_only)
-        finally:
-            failed = first_rank(plan is None, self._devices.save_group)
-        if failed is not None or plan is None:
-            raise _failed_on(failed or 0, directory)
+        group = self._devices.save_group
+        plan = plan_together(lambda: self._plan(directory, state, options.weights_only), directory, group)
         return ShardedState(plan, directory, self.writers, self._state, self._devices, options.buffer_bytes)
 
     def _plan(self, directory: Path, state: Mapping[str, Any], weights_only: bool) -> UnitsPlan:
         units = plan_units(self._structure, self._buffers, self._optim, weights_only)
         if dist.get_rank() != 0:
             return units
-        return plan_save(directory, self._structure, units, state, self._source_folder)
+        return plan_save(directory, self._structure, units, state, self._source_folder, shipped=self._shipped)
 
     def agree(self, ended: bool, failed: bool) -> tuple[bool, bool]:
         words = torch.tensor([int(ended), int(not failed)])

@@ -274,7 +274,7 @@ def verify_family_cut(config: Any, trust_remote_code: bool = False) -> None:
     """
     if config.model_type in CUT:
         return
-    logger.info("checking on a tiny copy whether %s can be cut into pipeline stages", config.model_type)
+    logger.debug("checking on a tiny copy whether %s can be cut into pipeline stages", config.model_type)
     try:
         model = tiny_model(config, None, trust_remote_code)
     except NoTinyCopy as error:

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -193,8 +193,3 @@ class Watchdog:
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.txt"
-
-
-def unwatched(kind: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    """`Watchdog.section` without a watchdog."""
-    return contextlib.nullcontext()

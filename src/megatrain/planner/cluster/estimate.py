@@ -13,9 +13,9 @@ save, and the restart R. The best t is near sqrt(2 C M) (J. Young, 1974); J. Dal
 sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C. One save is written at a time, so t is at least W.
 
 [Note: seconds of a save]
-One process of each host writes, in whole units (engine/mesh/saving.py). A host gathers its next unit while it writes one, so the
-slower of the two counts, plus the gathering of its first unit; then it reads everything back. All wait for the host with the most
-bytes. The file system may have a limit for all hosts together. At a restart all hosts together read the checkpoint twice
+One process of each host writes, in whole units (checkpoint/shared_write.py). A host gathers its next unit while it writes one,
+so the slower of the two counts, plus the gathering of its first unit; then it reads everything back. All wait for the host with
+the most bytes. The file system may have a limit for all hosts together. At a restart all hosts together read the checkpoint twice
 (`MeshEngine.load`).
 """
 
@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain.checkpoint.shared_write import shares
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.pipeline_schedule import action_table
-from megatrain.engine.mesh.saving import shares
 from megatrain.machine.machine import Cluster
 from megatrain.planner.cluster.candidate import Candidate, Request
 from megatrain.planner.cluster.memory import DEVICE_FRACTION, RankMemory, heaviest_rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,21 +18,26 @@ import torch
 from megatrain.config.schema import ParallelConfig, RunConfig
 from megatrain.engine.mesh.layout import Layout, whole_attention
 from megatrain.errors import PlanRefused, UserError
-from megatrain.machine.machine import Cluster, load_cluster
+from megatrain.machine.machine import Cluster, Machine, load_cluster
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
 from megatrain.models.structure import dissect
 from megatrain.planner.cluster.candidate import Candidate, Inventory, Overheads, Request, count_on_fake_group
 from megatrain.planner.cluster.estimate import Estimate, allowed_bytes, describe_cause, evaluate
 from megatrain.planner.cluster.memory import heaviest_rank
+from megatrain.planner.cluster.one_gpu import cluster_of, one_gpu_tokens_per_s, slower_than_one_gpu
 from megatrain.planner.cluster.search import SearchResult, search
 from megatrain.planner.model_cost import shape_of
 from megatrain.planner.plan import StepSize
 from megatrain.planner.run import warnings_of
-from megatrain.units import abbreviated, counted, duration, gib, size_lines
+from megatrain.units import abbreviated, counted, duration, gib, gibs, size_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+MOST_GPUS = 16
+"""For more, the search of a run's start would take seconds, and one GPU is not faster."""
+MUCH_FASTER = 1.1
+"""A run's start names a layout that is forecast to be this much faster; less is within the forecast's error."""
 CHECKED = 3
 """The best layouts that are built on a fake process group; each takes a second or two."""
 
@@ -63,6 +68,7 @@ class ClusterPlan:
         elements: Parameters on the heaviest rank of the first `CHECKED` layouts, counted on a fake process group.
         steps: Length of the run; None if unknown.
         warnings: Problems of a run that can be planned but not started.
+        one_gpu: Tokens/s of the host engine on one GPU, forecast; None if the run does not fit there.
     """
 
     request: Request
@@ -71,6 +77,7 @@ class ClusterPlan:
     elements: tuple[int, ...]
     steps: int | None = None
     warnings: tuple[str, ...] = ()
+    one_gpu: float | None = None
 
     @property
     def best(self) -> Estimate:
@@ -93,6 +100,7 @@ class ClusterPlan:
                 {**estimate.as_dict(), "counted_elements_of_heaviest_rank": elements}
                 for estimate, elements in itertools.zip_longest(self.result.best, self.elements)
             ],
+            "one_gpu_tokens_per_second": self.one_gpu,
             "warnings": list(self.warnings),
             "yours": own and {"problems": list(own.problems), "verdict": own.estimate and own.estimate.as_dict()},
         }
@@ -114,15 +122,52 @@ def plan_cluster_run(run: RunConfig, *, machine_file: str | Path, world: int) ->
         raise UserError(what, "--world", f"{below} or {below + cluster.gpus_per_node} would")
     folder = find_model_folder(run.model.path)
     config = load_model_config(folder, run.model.trust_remote_code)
+    request = _request_of_run(run, config, cluster, world, folder.name)
+    plan = plan_cluster(request, config, own=_own_candidate(run, world), steps=run.schedule.steps)
+    return replace(plan, warnings=warnings_of(run, config))
+
+
+def _request_of_run(run: RunConfig, config: PreTrainedConfig, cluster: Cluster, world: int, name: str) -> Request:
     step = StepSize(run.rows_per_step, run.data.max_tokens)
-    request = replace(
-        make_request(config, cluster, world, step, name=folder.name, trust_remote_code=run.model.trust_remote_code),
+    return replace(
+        make_request(config, cluster, world, step, name=name, trust_remote_code=run.model.trust_remote_code),
         overheads=Overheads(compiled="plain" if run.activations.compile == "auto" else "none"),
         compute_bytes=4 if run.precision.compute_dtype == "fp32" else 2,
         background=run.checkpoint.background,
     )
-    plan = plan_cluster(request, config, own=_own_candidate(run, world), steps=run.schedule.steps)
-    return replace(plan, warnings=warnings_of(run, config))
+
+
+def faster_than_layout(run: RunConfig, machine: Machine, world: int, per_node: int) -> list[str]:
+    """What is faster than a run's own layout, a line each: one GPU with the host engine, another layout.
+
+    Empty if nothing is, for more than `MOST_GPUS` (the search takes seconds there), and for a layout that cannot run. Needs no
+    GPU, and must be called before there is a process group.
+
+    Args:
+        run: The config.
+        machine: One of the GPUs, with its host.
+        world: Number of GPUs.
+        per_node: GPUs of a host.
+    """
+    if world > MOST_GPUS:
+        return []
+    cluster = cluster_of(machine, per_node)
+    folder = find_model_folder(run.model.path)
+    config = load_model_config(folder, run.model.trust_remote_code)
+    request = _request_of_run(run, config, cluster, world, folder.name)
+    layout = Layout(**run.parallel.sizes_for(world))
+    own = evaluate_own(request, config, Candidate(layout, layout.recomputes(run.activations.policy))).estimate
+    if own is None:
+        return []  # `check_mesh` says why
+    line = slower_than_one_gpu(own, one_gpu_tokens_per_s(request, machine), world)
+    found = [f"parallel: {line}"] if line else []
+    best = next(iter(search(request, config, count=1).best), None)
+    if best is not None and best.tokens_per_s > MUCH_FASTER * own.tokens_per_s:
+        found.append(
+            f"parallel: {own.candidate}: {own.tokens_per_s:,.0f} tokens/s; {best.candidate} would reach "
+            f"{best.tokens_per_s:,.0f} (forecasts; `megatrain plan --world {world}` ranks layouts)"
+        )
+    return found
 
 
 def make_request(
@@ -166,7 +211,8 @@ def plan_cluster(
     if not result.best:
         raise PlanRefused(_refusal(request, result))
     elements = tuple(_checked_elements(request, estimate) for estimate in result.best[:CHECKED])
-    return ClusterPlan(request, result, evaluate_own(request, config, own) if own else None, elements, steps)
+    own_layout = evaluate_own(request, config, own) if own else None
+    return ClusterPlan(request, result, own_layout, elements, steps, one_gpu=one_gpu_tokens_per_s(request))
 
 
 def _checked_elements(request: Request, estimate: Estimate) -> int:
@@ -186,15 +232,12 @@ def evaluate_own(request: Request, config: Any, candidate: Candidate) -> OwnLayo
     estimate = evaluate(request, replace(candidate, layout=layout))
     memory, allowed = estimate.memory, allowed_bytes(request)
     if memory.nbytes > allowed:
-        needs = f"pipeline rank {memory.pipeline_rank} needs {gib(memory.nbytes)} of {gib(allowed)}"
-        problems.append(f"{needs}: {_largest(memory.lines)}")
+        largest = sorted(memory.lines.items(), key=lambda item: -item[1])[:4]
+        needs, of, *sizes = gibs(memory.nbytes, allowed, *(size for _, size in largest))
+        parts = ", ".join(f"{name} {size}" for (name, _), size in zip(largest, sizes, strict=True))
+        problems.append(f"pipeline rank {memory.pipeline_rank} needs {needs} of {of}: {parts}")
     whole = layout.tensor > 1 and whole_attention(config, layout.tensor)
     return OwnLayout(estimate, tuple(problems), WHOLE_ATTENTION if whole else None)
-
-
-def _largest(lines: Mapping[str, float]) -> str:
-    largest = sorted(lines.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in largest[:4])
 
 
 def _refusal(request: Request, result: SearchResult) -> str:
@@ -209,7 +252,7 @@ def _refusal(request: Request, result: SearchResult) -> str:
         return "\n".join([*text, "  change batch.tokens_per_step or --world so that rows and GPUs divide"])
     memory = heaviest_rank(request, result.nearest)
     state = (request.optim.bytes_per_parameter + 4) * shape.parameters
-    text.append(f"  nearest: {result.nearest}; {gib(memory.nbytes)} of {gib(allowed)}")
+    text.append(f"  nearest: {result.nearest}; {' of '.join(gibs(memory.nbytes, allowed))}")
     text += size_lines(memory.lines)
     text += [
         "  to reduce memory:",
@@ -250,6 +293,8 @@ def _best(plan: ClusterPlan) -> Iterator[str]:
             f"{estimate.bubble:6.1%}  {gib(estimate.memory.nbytes):>9}   {estimate.candidate}"
         )
         yield f"        {_causes(estimate)}"
+    if line := slower_than_one_gpu(plan.best, plan.one_gpu, plan.request.world):
+        yield f"  warning: the first: {line}"
 
 
 def _causes(estimate: Estimate) -> str:
@@ -280,13 +325,16 @@ def _own(plan: ClusterPlan) -> Iterator[str]:
     )
     if own.note is not None:
         yield f"        {own.note}"
+    if line := slower_than_one_gpu(estimate, plan.one_gpu, plan.request.world):
+        yield f"  warning: the file's own layout: {line}"
 
 
 def _details(plan: ClusterPlan) -> Iterator[str]:
     best, allowed = plan.best, allowed_bytes(plan.request)
     memory, loss = best.memory, best.goodput
     yield f"  details of the first; bottleneck: {best.bottleneck}"
-    yield f"    memory of pipeline rank {memory.pipeline_rank}, the heaviest: {gib(memory.nbytes)} of {gib(allowed)}"
+    sizes = " of ".join(gibs(memory.nbytes, allowed))
+    yield f"    memory of pipeline rank {memory.pipeline_rank}, the heaviest: {sizes}"
     yield from size_lines(memory.lines, indent=6)
     yield f"      {plan.elements[0]:,} parameters on it, counted by the engine's own code on a fake process group"
     yield "    traffic per GPU and step:"

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatrain.engine.mesh.layout import SCHEDULES, Layout, dropout_keys, whole_attention
+from megatrain.engine.mesh.layout import SCHEDULES, Layout, whole_attention
 from megatrain.engine.mesh.stage import verify_family_cut
 from megatrain.errors import UserError
+from megatrain.models.build import dropout_keys
 from megatrain.planner.cluster.candidate import Candidate, Request
 from megatrain.planner.cluster.estimate import Estimate, allowed_bytes, evaluate, quick_step_s
 from megatrain.planner.cluster.memory import RankMemory, heaviest_rank, state_bytes
@@ -32,7 +33,7 @@ KINDS_PLAYED = 24
 
 REASONS = {
     "cannot fill": "more stages than layers",
-    "rows per step": "fewer rows than data ranks x microbatches",
+    "only padding": "fewer rows than data ranks x microbatches",
     "rounds of schedule": "microbatches do not divide into the schedule's rounds",
     "intermediate_size": "intermediate_size does not divide by tensor",
     "is not tested with": "the family is not tested with this dimension",

@@ -1,0 +1,135 @@
+"""Checkpoints of the host engine on several ranks: today's format, whatever the number of ranks that wrote or reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import families
+import mesh_ranks
+from engines import host_engine
+from megatrain.checkpoint.files import FilesWriter
+from megatrain.checkpoint.format import MANIFEST_FILE
+from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.mesh.engine import MeshEngine
+from megatrain.engine.mesh.layout import Layout, MeshPlan
+from megatrain.errors import UserError
+from megatrain.optim.adamw import AdamW
+
+FAMILY, OPTIM = families.BY_NAME["llama"], AdamW(learning_rate=1e-2, max_grad_norm=0.1)
+BATCHES = [families.batch(FAMILY, seed=s, rows=5, tokens=24, kind="packed") for s in range(5)]
+
+
+def engine(seed: int = 1, **words: Any) -> HostEngine:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model = families.build(words.pop("family", FAMILY), seed=seed, tie=words.pop("tie", True))
+    options = {"compute_dtype": "bf16", "threads": 1, **words}
+    return host_engine(model, group=group, device="cpu", verify="never", optim=OPTIM, **options)
+
+
+def records(folder: Path) -> dict[str, Any]:
+    """Sizes and checksums of the tensors' files."""
+    files = json.loads((folder / MANIFEST_FILE).read_text())["files"]
+    return {name: record for name, record in files.items() if name.endswith(".safetensors")}
+
+
+def steps(trained: HostEngine | MeshEngine, numbers: range) -> list[float | None]:
+    return [trained.train_step(BATCHES[number]).loss for number in numbers]
+
+
+def weights(trained: HostEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trained.named_parameters()}
+
+
+def save_and_go_on(folder: Path, words: dict[str, Any]) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+    """Two steps, a save in the background, and two more steps meanwhile."""
+    with engine(**words) as trained:
+        losses = steps(trained, range(2))
+        handle = trained.save(folder, extra={"note": "here"}, background=True)
+        losses += steps(trained, range(2, 4))
+        handle.result()
+        trained.wait_saved()
+        return losses, weights(trained)
+
+
+def resume(folder: Path, again: Path | None, words: dict[str, Any]) -> tuple[list[float | None], Any]:
+    """Load, save again unchanged, and take the steps that followed the first save."""
+    with engine(seed=2, **words) as trained:
+        assert trained.load(folder, wait=False) == {"note": "here"}
+        if again is not None:
+            trained.save(again, extra={"note": "here"})
+        return steps(trained, range(2, 4)), weights(trained)
+
+
+@pytest.mark.parametrize(
+    ("words", "worlds"),
+    [
+        ({}, (1, 2, 3)),
+        ({"resident": ["embedding", "layer.1"], "tie": False}, (2, 3)),
+        ({"family": families.BY_NAME["qwen3_moe"]}, (1,)),
+    ],
+    ids=["host", "resident", "moe"],
+)
+def test_any_number_of_ranks_reads_what_another_wrote(tmp_path, words, worlds):
+    """The same number continues bit for bit; others write the same bytes again, and differ by the order of sums from then on."""
+    first = tmp_path / "first"
+    (losses, trained), *_ = mesh_ranks.run(2, save_and_go_on, first, words)
+    for world in worlds:
+        again = tmp_path / f"again-{world}"
+        (found, end), *_ = mesh_ranks.run(world, resume, first, again, words)
+        assert records(again) == records(first)
+        if world == 2:
+            assert found == losses[2:]
+            assert all(torch.equal(end[name], trained[name]) for name in trained)
+        assert found == pytest.approx(losses[2:], rel=2e-3)
+
+
+def test_the_mesh_engine_continues_and_hands_back(tmp_path):
+    first, back = tmp_path / "first", tmp_path / "back"
+    words = {"compute_dtype": "fp32", "tie": False}
+    (losses, _), *_ = mesh_ranks.run(2, save_and_go_on, first, words)
+
+    def on_the_mesh() -> list[float | None]:
+        model = families.build(FAMILY, seed=3, tie=False)
+        with MeshEngine(model, MeshPlan(Layout(shard=2), compute_dtype="fp32"), device="cpu", optim=OPTIM) as mesh:
+            mesh.load(first)
+            found = steps(mesh, range(2, 3))
+            mesh.save(back, extra={"note": "here"})
+            return found
+
+    found, *_ = mesh_ranks.run(2, on_the_mesh)
+
+    def on_hosts() -> list[float | None]:
+        with engine(seed=4, **words) as trained:
+            trained.load(back)
+            return steps(trained, range(3, 4))
+
+    more, *_ = mesh_ranks.run(2, on_hosts)
+    assert found + more == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_a_full_disk_on_the_writer_ends_the_save_on_all_ranks_and_training_goes_on(tmp_path):
+    def work() -> list[float | None]:
+        append = FilesWriter.write_tensors
+
+        def full(self, name, *rest):
+            if "layer" in name or "00002" in name:
+                raise UserError("no space left", str(name))
+            return append(self, name, *rest)
+
+        FilesWriter.write_tensors = full  # type: ignore[method-assign]
+        with engine() as trained:
+            steps(trained, range(1))
+            trained.save(tmp_path / "checkpoint", background=True, on_error="warn")
+            losses = steps(trained, range(1, 4))
+            trained.wait_saved()
+            return losses
+
+    results = mesh_ranks.run(2, work)
+    assert results[0] == results[1]
+    assert list(tmp_path.iterdir()) == []

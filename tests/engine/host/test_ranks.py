@@ -1,0 +1,92 @@
+"""The host engine on W ranks computes what one process does: loss, norm, every gradient, weights after three clipped steps."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from host_ranks import RankCase, on_ranks, plain
+from megatrain.device.shards import Shards
+from megatrain.host_memory.layout import Shard
+from mesh_parity import differences
+
+CASES = {
+    "tied": RankCase(),
+    "untied-plain": RankCase(tied=False, kind="plain"),
+    "padded-rows": RankCase("qwen3", kind="padded", plan={"microbatch_rows": 1}),
+    "a-rank-without-targets": RankCase(untargeted=4),
+    "fewer-rows-than-ranks": RankCase(rows=2, tied=False),
+    "accumulation": RankCase(plan={"accumulation_steps": 2, "microbatch_rows": 1}),
+    "staged": RankCase(plan={"pin": "staged"}, staged=True),
+    "resident": RankCase(plan={"resident": ["embedding", "layer.1"]}),
+    "all-resident-accumulated": RankCase(tied=False, plan={"resident": "all", "accumulation_steps": 2}),
+    "kept-and-offloaded": RankCase(plan={"keep": [0], "offload_input": [1, 2], "weight_slots": 3}),
+    "segment": RankCase(plan={"segment": 2}),
+    "gemma2": RankCase("gemma2", plan={"resident": ["layer.0"]}),
+}
+
+
+@functools.cache
+def one_process(name: str):
+    return plain(CASES[name])
+
+
+WORLDS = {name: 2 + number % 3 for number, name in enumerate(CASES)}
+"""The number of ranks of each case; all other numbers are tested among the slow ones."""
+
+
+def pairs(chosen: bool):
+    rest = [(name, world) for name in CASES for world in (1, 2, 3, 4) if WORLDS[name] != world]
+    return list(WORLDS.items()) if chosen else rest
+
+
+@pytest.mark.parametrize(("name", "world"), [*pairs(chosen=True), ("tied", 1), ("tied", 3), ("accumulation", 4)])
+def test_ranks_compute_what_one_process_computes(name, world):
+    found = differences(on_ranks(CASES[name], world), one_process(name))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), pairs(chosen=False))
+def test_any_number_of_ranks_computes_what_one_process_computes(name, world):
+    found = differences(on_ranks(CASES[name], world), one_process(name))
+    assert not found, "\n".join(found)
+
+
+def no_norm_reduction() -> None:
+    Shards.total_of = lambda self, value: value  # type: ignore[method-assign]
+    total = Shards.total
+
+    def only_loss(self, values):
+        return torch.cat([total(self, values[:-1].clone()), values[-1:]]) if len(values) > 1 else total(self, values)
+
+    Shards.total = only_loss  # type: ignore[method-assign]
+
+
+def local_token_mean() -> None:
+    from megatrain.engine import batches
+    from megatrain.engine.host.engine import HostEngine
+
+    checked = HostEngine._checked
+
+    def local(self, batch, training=True):
+        found, _ = checked(self, batch, training)
+        return found, max(1, len(batches.find_targets(found["labels"])))
+
+    HostEngine._checked = local  # type: ignore[method-assign]
+
+
+def a_shard_shifted_by_one() -> None:
+    start = Shard.start
+    Shard.start = lambda self, layout: start(self, layout) + (self.index == 1)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [no_norm_reduction, local_token_mean, a_shard_shifted_by_one])
+def test_a_fault_on_the_way_is_found(fault):
+    try:
+        found = differences(on_ranks(CASES["tied"], 2, fault), one_process("tied"))
+    except AssertionError as error:  # the ranks report different numbers
+        found = [str(error)]
+    assert found
