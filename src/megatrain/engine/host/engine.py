@@ -32,6 +32,7 @@ from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.checkpoint.reader import load_masters
 from megatrain.device.allocator import configure_allocator
 from megatrain.device.attention import attention_order, deterministic_kernels, fastest_attention
+from megatrain.device.compiler import start_workers
 from megatrain.device.shards import Shards
 from megatrain.device.streams import Streams
 from megatrain.engine import batches
@@ -159,6 +160,9 @@ class HostEngine(Engine):
         self._unverified_packing = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
         plan = plan.for_model(self.structure, self.config.get_text_config().vocab_size)
         self._shapes = (plan.train_shape, plan.eval_shape) if plan.compiled else (None, None)
+
+        if plan.compiled:
+            start_workers()
 
         laps.end("model")
         self.store = self._make_store(plan)

@@ -29,6 +29,7 @@ from megatrain.checkpoint.manager import CheckpointManager, SaveOptions
 from megatrain.checkpoint.reader import OpenCheckpoint, load_masters
 from megatrain.device.allocator import configure_allocator
 from megatrain.device.attention import attention_order, deterministic_kernels, fastest_attention
+from megatrain.device.compiler import start_workers
 from megatrain.engine.base import (
     Engine,
     EvalResult,
@@ -135,6 +136,7 @@ class MeshEngine(Engine):
             self.compiled = False
             logger.info("layers run eager: %s", reason)
         if self.compiled:
+            start_workers()
             self._shapes = (plan.train_shape, plan.eval_shape)
         self.config = meta.config
         refuse_unmatched_groups(self.structure, self.optim)
