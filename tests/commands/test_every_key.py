@@ -69,6 +69,7 @@ def alerts(action: str, limit: str) -> str:
 
 ONE_PROCESS: dict[str, Row] = {
     "another attention": Row("--model.attn_implementation=eager --model.trust_remote_code=true"),
+    "no auxiliary loss": Row("--model.router_aux_loss=false"),
     "random weights": Row("--model.init=random", "other"),
     "the mesh engine": Row("--engine=mesh --run.threads=null"),
     "a source with all its keys": Row(
@@ -206,6 +207,7 @@ TWO_PROCESSES: dict[str, Row] = {
 }
 ELSEWHERE = {
     ("run.device", "cuda"): "no GPU here; tests/engine/host/test_gpu.py",
+    ("model.router_aux_loss", True): "this model has no experts; tests/engine/test_router_loss.py",
     **{("metrics.trackers", name): "tests/metrics/test_trackers.py" for name in ("tensorboard", "wandb", "trackio")},
 }
 

@@ -59,6 +59,7 @@ def test_packed_rows_separate_documents(tmp_path: Path) -> None:
         "labels": [[x, 2, 3, x, 5, 6, x, x, x], [x, 8] + [x] * 7],
         "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]],
         "document_ids": [[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1]],
+        "attention_mask": [[1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0]],
     }
     assert rows.places(0) == ["file.jsonl:1", "file.jsonl:2"]
     stats = rows.stats

@@ -110,6 +110,12 @@ class ModelConfig(Section):
     attn_implementation: str | None = key(
         None, "attention implementation by its transformers name (sdpa, eager, ...); null: the model's default"
     )
+    router_aux_loss: StrictBool | NonNegativeFloat | None = key(
+        None,
+        "auxiliary loss that balances the experts of a mixture, over the whole step and without padding; true: on, with the "
+        "coefficient of the model's config; a number: on, with this coefficient; false: off; null: as output_router_logits in "
+        "the model's config says",
+    )
 
 
 class SourceConfig(Section):

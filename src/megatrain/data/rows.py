@@ -167,8 +167,8 @@ class PackedRows:
         return np.concatenate([np.zeros(0, np.int64), *(group.document_lengths(own) for group, own in located)])
 
     def arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        """A batch of rows as int64 (B, T) arrays: input_ids and labels; position_ids and document_ids where any row of the set
-        holds several documents, so that all its batches are alike, else attention_mask (1: token, 0: padding)."""
+        """A batch of rows as int64 (B, T) arrays: input_ids, labels and attention_mask (1: token, 0: padding); position_ids and
+        document_ids where any row of the set holds several documents, so that all its batches are alike."""
         located = [self.locate(int(row)) for row in rows]
         lengths = [int(group.document_lengths(own).sum()) for group, own in located]
         width = self.max_tokens if self.packing else max(lengths, default=0)
@@ -180,7 +180,7 @@ class PackedRows:
             group.write_row(own, {name: array[i] for name, array in out.items()})
         if not self.shared:
             del out["document_ids"], out["position_ids"]
-            out["attention_mask"] = (np.arange(width)[None] < np.array(lengths)[:, None]).astype(np.int64)
+        out["attention_mask"] = (np.arange(width)[None] < np.array(lengths)[:, None]).astype(np.int64)
         return out
 
     def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:

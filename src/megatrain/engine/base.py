@@ -26,7 +26,6 @@ from megatrain.models.build import (
     dropout_keys,
     load_model_config,
     refuse_no_causal_lm,
-    refuse_router_loss,
 )
 from megatrain.models.rope import scaling_by_length
 from megatrain.models.structure import Structure
@@ -53,6 +52,9 @@ class StepResult:
         moved_bytes: Bytes copied for this step: `h2d` (weights, offloaded inputs) and `d2h` (gradients, inputs to offload).
         pipeline: Figures of the instruments, None if they are off.
         metrics: The objective's metrics, means over the target tokens.
+        routing: Of a mixture of experts: `aux_loss`, the auxiliary loss as Hugging Face reports it, without its coefficient and
+            apart from `loss`; `max_load`, the largest load of an expert over the mean of its layer, of the worst layer; `idle`,
+            the share of experts without tokens.
     """
 
     loss: float | None
@@ -64,6 +66,7 @@ class StepResult:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     pipeline: PipelineRecord | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    routing: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Engine(ABC):
         self._closed = False
         self._shapes: tuple[BatchShape | None, BatchShape | None] = (None, None)
         """What batches of training and of evaluation are padded to; None: they are computed as they come."""
+        self._masks_tokens = False
+        """Whether training needs to know which tokens are padding: routers do not count them."""
 
     @abstractmethod
     def train_step(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
@@ -254,7 +259,8 @@ class Engine(ABC):
         self._refuse_closed()
         vocabulary = self.config.get_text_config().vocab_size
         positions, keys = batches.most_positions(self.config), self.objective.batch_keys
-        found, tokens = batches.checked(batch, vocabulary, positions, keys, scaling_by_length(self.config) is not None)
+        by_length, masks = scaling_by_length(self.config) is not None, training and self._masks_tokens
+        found, tokens = batches.checked(batch, vocabulary, positions, keys, by_length, masks)
         shape = self._shapes[0 if training else 1]
         return found if shape is None else shape.padded(found), tokens
 
@@ -307,11 +313,9 @@ def build_model(
     """The HF model with parameters of `dtype` on meta: a copy of a model in memory, or built from a folder's config.
 
     Raises:
-        UserError: The config asks for a router loss, which no engine computes, or transformers cannot build it.
+        UserError: Transformers cannot build it.
     """
-    in_memory = isinstance(model, nn.Module)
-    refuse_router_loss(config, f"a {config.model_type} model in memory" if in_memory else str(model))
-    if in_memory:
+    if isinstance(model, nn.Module):
         return build_from_memory(model, compute_dtype=dtype)  # type: ignore[arg-type]
     return build_meta_model(
         config, compute_dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code

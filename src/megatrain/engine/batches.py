@@ -76,6 +76,7 @@ def checked(
     most_positions: int | None = None,
     more_keys: Sequence[str] = (),
     by_length: bool = False,
+    token_mask: bool = False,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Validate a batch and bring it into the form that engines compute.
 
@@ -89,10 +90,11 @@ def checked(
         most_positions: Positions that the model has a table for; None: no limit.
         more_keys: The objective's `batch_keys`: tensors of any type, of the same shape.
         by_length: Whether the model's rotary frequencies depend on the length of a document.
+        token_mask: Whether to return `token_mask`, too: the `attention_mask` as given, or ones.
 
     Returns:
-        (`input_ids`, `labels`, the objective's tensors and where needed `position_ids`, `attention_mask`; number of target
-        tokens).
+        (`input_ids`, `labels`, the objective's tensors and where needed `position_ids`, `attention_mask`, `token_mask`; number
+        of target tokens).
     """
     known = dict.fromkeys((*KEYS, *more_keys))
     unknown = [name for name in batch if name not in known]
@@ -117,6 +119,8 @@ def checked(
         _check_positions(given, most_positions)
     if (mask := tensors.get("attention_mask")) is not None:
         _check_mask(mask)
+    if token_mask:
+        tensors["token_mask"] = torch.ones_like(tensors["input_ids"]) if mask is None else mask
     document_ids = tensors.pop("document_ids", None)
     if document_ids is None and by_length:
         document_ids = _documents(tensors)
@@ -146,6 +150,8 @@ def rows_of_rank(batch: Mapping[str, torch.Tensor], rank: int, ranks: int) -> di
     repeated = index >= rows
     part = {name: tensor[index.clamp(max=rows - 1)] for name, tensor in batch.items()}
     part["labels"][repeated] = IGNORED
+    if "token_mask" in part:
+        part["token_mask"][repeated] = 0
     return part
 
 

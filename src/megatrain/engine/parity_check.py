@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from megatrain.engine.base import Engine
 from megatrain.errors import MegatrainError, UserError
+from megatrain.models import routers
 from megatrain.models.chunked_mlp import ModuleKey, find_token_wise
 from megatrain.models.folder import offline
 from megatrain.models.rope import by_length, rope_parameters_of, scaling_by_length, separate_lengths
@@ -116,7 +117,12 @@ LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_l
 
 
 def verify_family(
-    config: PreTrainedConfig, make_engine: MakeEngine, *, always: bool = False, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    make_engine: MakeEngine,
+    *,
+    always: bool = False,
+    trust_remote_code: bool = False,
+    router_loss: bool = False,
 ) -> None:
     """Compare a tiny copy of the family with plain Hugging Face. The answer is cached per config.
 
@@ -128,6 +134,7 @@ def verify_family(
         make_engine: Makes the engine to verify from a tiny model: fp32 on the CPU, rows cut into microbatches.
         always: Ignore cached answers, and require a comparison of tested families, too.
         trust_remote_code: Whether the family's own code may run.
+        router_loss: Whether to compare with the auxiliary loss of the routers, too.
 
     Raises:
         UserError: The engine cannot run the family, or computes something else.
@@ -135,7 +142,7 @@ def verify_family(
     if always:
         clear_cache()
     refusal = _family_refusal(
-        _Key.of(config), make_engine, trust_remote_code, config.model_type in TESTED and not always
+        _Key.of(config), make_engine, trust_remote_code, config.model_type in TESTED and not always, router_loss
     )
     if refusal is not None:
         raise UserError(*refusal)
@@ -240,7 +247,9 @@ Refusal = tuple[str, str, str | None]
 
 
 @functools.lru_cache(maxsize=64)
-def _family_refusal(key: _Key, make_engine: MakeEngine, trust_remote_code: bool, tested: bool) -> Refusal | None:
+def _family_refusal(
+    key: _Key, make_engine: MakeEngine, trust_remote_code: bool, tested: bool, router_loss: bool
+) -> Refusal | None:
     """Why the family cannot be trained; None if it can."""
     where = f"model type {key.config.model_type}"
     logger.debug("parity check of model type %s on a tiny copy", key.config.model_type)
@@ -251,7 +260,9 @@ def _family_refusal(key: _Key, make_engine: MakeEngine, trust_remote_code: bool,
             logger.debug("%s: %s; accepted, since the test suite covers its parity", where, error)
             return None
         return f"{error}, so the family cannot be verified", where, "it is not supported by the host engine yet"
-    return _difference(model, make_engine, where)
+    # A large coefficient, so that its gradient counts beside that of the cross entropy.
+    found = routers.router_loss(model, 1.0) if router_loss else None
+    return _difference(routers.with_router_loss(model, found), make_engine, where)
 
 
 @functools.lru_cache(maxsize=64)
@@ -558,7 +569,12 @@ def _batch(model: Any, seed: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, _vocabulary(model), (ROWS, TOKENS), generator=generator)
     labels = ids.clone()
     labels[0, :5] = -100
-    return {"input_ids": ids, "labels": labels}
+    batch = {"input_ids": ids, "labels": labels}
+    if getattr(model.config, "output_router_logits", False):  # routers do not count padding
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1, -4:] = 0
+        labels[1, -4:] = -100
+    return batch
 
 
 def _plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -568,9 +584,14 @@ def _plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dic
         ValueError: They are not finite, so nothing can be compared.
     """
     model = copy.deepcopy(model)  # some families leave state of the sequence in their modules
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    output = model(**inputs, use_cache=False)
+    logits = output.logits.float()
     labels = batch["labels"][:, 1:].reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(len(labels), -1), labels)
+    found = routers.router_loss(model, None)
+    if found is not None:
+        loss = loss + found.coefficient * output.aux_loss
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if not all(bool(g.isfinite().all()) for g in gradients.values()):
@@ -601,7 +622,9 @@ def _difference(model: Any, make_engine: MakeEngine, where: str) -> Refusal | No
             return what, where, "it is not supported by the host engine yet"
         loss, gradients = _plain(model, batch)
         assert result.loss is not None
-        differences = find_differences(result.loss, loss, found, gradients)
+        extra = routers.router_loss(model, None)
+        mine = result.loss + (extra.coefficient * result.routing.get("aux_loss", 0.0) if extra is not None else 0.0)
+        differences = find_differences(mine, loss, found, gradients)
         if not differences:
             return None
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""

@@ -299,7 +299,9 @@ class _Handler(logging.Handler):
 def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     """`step  12/300  loss 2.3456  norm 1.23  lr 1.00e-05  10.3k tok/s (8.1k trained)  3.12 s (data 0.01)  ETA 0:14:58`
 
-    The MFU follows the tokens, if it is known; the bubble of a pipeline the ETA: `bubble 0.12 (0.09 simulated)`.
+    The auxiliary loss of routers follows the loss, if it is on; the MFU the tokens, if it is known; the bubble of a pipeline the
+    ETA: `bubble 0.12 (0.09 simulated)`. `experts x3.1, 2.0% idle`: the largest load of an expert over its layer's mean, and the
+    share of experts without tokens.
     """
     width = len(str(total_steps))
     split_s = {**record.split_s, "data": record.data_wait_s}
@@ -307,6 +309,7 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
     parts = [
         f"step {record.step:>{width}}/{total_steps}",
         f"loss {number_text(record.loss, '.4f')}",
+        *([f"aux {record.aux_loss:.4f}"] if record.aux_loss is not None else []),
         f"norm {number_text(record.grad_norm, '.3g')}",
         f"lr {record.learning_rate:.2e}",
         f"{_thousands(record.processed_tokens_per_s)} tok/s ({_thousands(record.trained_tokens_per_s)} trained)",
@@ -318,6 +321,9 @@ def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
         simulated = record.mesh.get("bubble_simulated")
         beside = f" ({simulated:.2f} simulated)" if simulated is not None else ""
         parts.append(f"bubble {record.mesh['bubble']:.2f}{beside}")
+    if record.expert_max_load is not None:
+        idle = f", {record.expert_idle:.1%} idle" if record.expert_idle else ""
+        parts.append(f"experts x{record.expert_max_load:.1f}{idle}")
     if record.skipped:
         parts.append(f"SKIPPED: {record.skipped}")
     return "  ".join(parts)

@@ -182,6 +182,13 @@ class StepRecord:
     split_s: dict[str, float] = field(default_factory=dict)  # the engine's own parts of step_s, by name
     processed_tokens_per_s: float
     trained_tokens_per_s: float
+    aux_loss: float | None = (
+        None  # auxiliary loss of the routers as Hugging Face reports it, not part of `loss`; None: off
+    )
+    expert_max_load: float | None = (
+        None  # most tokens of an expert over its layer's mean, in the worst layer; None: no experts
+    )
+    expert_idle: float | None = None  # share of the experts that got no token
     mfu: float | None = None  # model FLOPs / (step_s x measured matrix peak), see mfu.py; None: no peak is known
     skipped: str | None = None  # why the step changed nothing; None: it was taken
     skipped_steps: int = 0  # skipped steps of the run so far

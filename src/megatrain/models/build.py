@@ -153,16 +153,6 @@ def refuse_no_causal_lm(model: object) -> None:
     _refuse_encoder(model.config, where)
 
 
-def refuse_router_loss(config: PreTrainedConfig, where: str) -> None:
-    """Raise a UserError for a config that asks for the router's auxiliary loss: streamed layers return no router logits."""
-    if any(getattr(part, "output_router_logits", False) for part in (config, config.get_text_config())):
-        raise UserError(
-            "the router's auxiliary loss is not supported",
-            f"{where}: output_router_logits",
-            "set output_router_logits to false in config.json to train without it",
-        )
-
-
 NOT_ARCHITECTURE = frozenset(
     "_name_or_path transformers_version dtype torch_dtype use_cache architectures auto_map attn_implementation "
     "_attn_implementation _attn_implementation_internal bos_token_id eos_token_id pad_token_id id2label label2id".split()

@@ -26,6 +26,7 @@ from torch.func import functional_call
 from megatrain.errors import UserError
 from megatrain.models.block_masks import short_block_masks
 from megatrain.models.chunked_mlp import ModuleKey, TokenChunks, mlp_matrices, modules_in_chunks
+from megatrain.models.routers import RouterLoss, RouterProbe, experts_of, routers_of
 from megatrain.models.structure import LayerStandIn, Structure, attention_shape, attention_window, with_submodule
 from megatrain.models.templates import CHUNKABLE, KeepRule, LayerCode, Variant, template_groups
 
@@ -114,10 +115,13 @@ class Shell:
         keeps_mlps: Whether some layers use the `keep_mlp` variant.
         token_wise: Returns the modules that can be computed in chunks of tokens, from `find_token_wise`. Called only if needed,
             at most twice.
+        router_loss: The auxiliary loss of the routers, if the model is trained with it.
 
     Attributes:
         head_names: Full names of the trained parameters that `logits` reads.
         groups: Template group of each layer.
+        routers: Routers of each layer that the auxiliary loss covers.
+        watched: Layers whose routers `call_layer` can record: those with routers or experts.
         chunk_tokens: Maximum tokens that MLPs and the norms after the layers compute at once; None: all.
     """
 
@@ -133,6 +137,7 @@ class Shell:
         deterministic: bool = False,
         keeps_mlps: bool = False,
         token_wise: Callable[[], Mapping[ModuleKey, str]] = dict,
+        router_loss: RouterLoss | None = None,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())
@@ -159,13 +164,16 @@ class Shell:
         self.groups = template_groups(self.layers)
         templates = [self.layers[self.groups.index(group)] for group in sorted(set(self.groups))]
         self._token_wise = token_wise
+        self._probe = RouterProbe(router_loss)
+        self.routers = self._watch_routers(layers_path)
+        self.watched = frozenset(i for i, layer in enumerate(self.layers) if self.routers[i] or experts_of(layer))
         self.chunk_tokens: int | None = None
         self._chunks: list[TokenChunks] = []
         self._chunk_codes: dict[tuple[int, str], LayerCode] = {}  # by template group and path
         self._streamed_base, self._layers_in_chunks = self._base, self.layers
         candidates = token_wise() if keeps_mlps else {}
         self._code = [
-            LayerCode(module, f"layer_{i}", compiled, budget, mlp_matrices(module, candidates))
+            LayerCode(module, f"layer_{i}", compiled, budget, mlp_matrices(module, candidates), self._probe)
             for i, module in enumerate(templates)
         ]
         self._layer_buffers: list[dict[str, torch.Tensor]] = [{} for _ in self.layers]
@@ -181,6 +189,19 @@ class Shell:
             else:
                 self._head_buffers[name] = buffer
 
+    def _watch_routers(self, layers_path: str) -> list[int]:
+        """Let the probe see the routers and experts of all layers. Returns the number of routers in each layer, 0 without the
+        auxiliary loss."""
+        counts = []
+        for i, layer in enumerate(self.layers):
+            routers = routers_of(self._base, layer, f"{layers_path}.{i}") if self._probe.loss is not None else []
+            for router, index in routers:
+                self._probe.watch(router, index)
+            for experts in experts_of(layer):
+                self._probe.watch_experts(experts)
+            counts.append(len(routers))
+        return counts
+
     @functools.cached_property
     def _paths_in_chunks(self) -> tuple[list[str], list[list[str]]]:
         """Paths of the modules that can be computed in chunks of tokens: of the base model, and of each layer."""
@@ -188,7 +209,11 @@ class Shell:
 
         def paths(module: nn.Module, prefix: str) -> list[str]:
             fp32_names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
-            return modules_in_chunks(module, candidates, fp32_names)
+            found = modules_in_chunks(module, candidates, fp32_names)
+            if self._probe.loss is None:
+                return found
+            # The gradient of the auxiliary loss cannot enter a module in chunks.
+            return [path for path in found if not routers_of(self._base, module.get_submodule(path), prefix + path)]
 
         units = self.structure.layers
         of_layers = [paths(layer, unit.prefix) for layer, unit in zip(self.layers, units, strict=True)]
@@ -313,15 +338,25 @@ class Shell:
         return functional_call(self._head, bound, kwargs=kwargs).logits[0]
 
     def call_layer(
-        self, index: int, variant: Variant, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any
+        self,
+        index: int,
+        variant: Variant,
+        weights: Mapping[str, torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        mask_N: torch.Tensor | None = None,
     ) -> Any:
-        """Run HF's code of layer `index` with `weights` (layout names) and the layer's buffers bound for this call."""
+        """Run HF's code of layer `index` with `weights` (layout names) and the layer's buffers bound for this call.
+
+        Args:
+            mask_N: 0 where a token is padding, in fp32; only for layers in `watched`. The result is (output, `Routed`) then.
+        """
         code, bound = self._code[self.groups[index]], {**weights, **self._layer_buffers[index]}
         if code.compiled and not self._runs_eager:
-            return code(variant, bound, args, kwargs)
+            return code(variant, bound, args, kwargs, mask_N)
         # Eager: the layer's own module, whose code may depend on its index.
         layer = (self._layers_in_chunks if variant in CHUNKABLE else self.layers)[index]
-        return functional_call(layer, bound, args, kwargs)
+        return code.eager(layer, bound, args, kwargs, mask_N)
 
     def leaves(self, views: Mapping[str, torch.Tensor], prefix: str, requires_grad: bool) -> dict[str, torch.Tensor]:
         """Autograd leaves over a slot's views, in the dtype HF keeps each parameter in; without gradients if frozen."""

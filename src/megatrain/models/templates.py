@@ -42,6 +42,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megatrain.models.routers import RouterProbe, record
+
 logger = logging.getLogger(__name__)
 
 Variant = Literal["forward", "recompute", "keep", "selective", "keep_attention", "keep_mlp"]
@@ -110,6 +112,7 @@ class LayerCode:
         compiled: Compile on first use; if that fails, warn once and run eager.
         budget: Activation memory budget of the `selective` variant.
         mlp_matrices: Shapes of the MLP's matrices, by which `keep_mlp` recognizes their products.
+        probe: Sees what the layer's routers do; None: it has none.
     """
 
     def __init__(
@@ -119,41 +122,69 @@ class LayerCode:
         compiled: bool,
         budget: float = 1.0,
         mlp_matrices: frozenset[tuple[int, ...]] = frozenset(),
+        probe: RouterProbe | None = None,
     ):
         self.module = module
         self._in_chunks = module
         self._mlp_matrices = mlp_matrices
         self._name = name
         self._budget = budget
-        self._compiled: dict[Variant, Any] | None = {} if compiled else None
+        self._probe = probe
+        self._compiled: dict[tuple[Variant, bool], Any] | None = {} if compiled else None
+        """By variant, and whether routers are recorded."""
 
     @property
     def compiled(self) -> bool:
         return self._compiled is not None
 
     def __call__(
-        self, variant: Variant, bound: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        variant: Variant,
+        bound: Mapping[str, torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mask_N: torch.Tensor | None = None,
     ) -> Any:
-        """Run the layer with `bound` in place of its parameters and buffers (all names)."""
+        """Run the layer with `bound` in place of its parameters and buffers (all names).
+
+        With a `mask_N` (0 where a token is padding) the result is (output, `Routed`).
+        """
         module = self._in_chunks if variant in CHUNKABLE else self.module
         if self._compiled is None:
-            return functional_call(module, dict(bound), args, kwargs)
-        run = self._compiled.get(variant)
+            return self.eager(module, bound, args, kwargs, mask_N)
+        probe = None if mask_N is None else self._probe
+        run = self._compiled.get((variant, probe is not None))
         if run is None:
             rule = self.keep_rule(variant) if variant in KEEP_ONE_PART else None
-            function = _fresh_function(module, f"{self._name}_{variant}", rule)
-            run = self._compiled[variant] = torch.compile(function, dynamic=False)
+            function = _fresh_function(module, f"{self._name}_{variant}", rule, probe)
+            run = self._compiled[variant, probe is not None] = torch.compile(function, dynamic=False)
+        given = (dict(bound), args, kwargs) if mask_N is None else (dict(bound), args, kwargs, mask_N)
         try:
             if variant != "selective":  # setting the config takes longer than launching a small layer
-                return run(dict(bound), args, kwargs)
+                return run(*given)
             with functorch_config.patch(activation_memory_budget=self._budget):
-                return run(dict(bound), args, kwargs)
+                return run(*given)
         except _compiler_errors() as error:
             kind, problem = type(self.module).__name__, type(error).__name__
             logger.warning("%s cannot be compiled (%s); compile: auto runs it eager", kind, problem)
             logger.debug("compiler error", exc_info=error)
             self._compiled = None
-            return functional_call(module, dict(bound), args, kwargs)
+            return self.eager(module, bound, args, kwargs, mask_N)
+
+    def eager(
+        self,
+        module: nn.Module,
+        bound: Mapping[str, torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mask_N: torch.Tensor | None,
+    ) -> Any:
+        """`__call__` without compiled code, by this module: the template, or another layer of the group."""
+        call = (module, dict(bound), args, kwargs)
+        if mask_N is None:
+            return functional_call(*call)
+        assert self._probe is not None
+        return record(self._probe, mask_N, functional_call, call)
 
     def compute_in_chunks(self, module: nn.Module) -> None:
         """From the next call on, use this module for the variants in `CHUNKABLE`.
@@ -163,7 +194,7 @@ class LayerCode:
         """
         self._in_chunks = module
         if self._compiled is not None:
-            self._compiled = {variant: run for variant, run in self._compiled.items() if variant not in CHUNKABLE}
+            self._compiled = {key: run for key, run in self._compiled.items() if key[0] not in CHUNKABLE}
 
     def keep_rule(self, variant: Variant) -> KeepRule:
         return keep_rule(variant, self._mlp_matrices)
@@ -177,19 +208,33 @@ def _compiler_errors() -> tuple[type[BaseException], ...]:
     return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
 
 
-def _fresh_function(module: nn.Module, name: str, rule: KeepRule | None) -> Any:
-    """A function with a separate code object, see [Note: variants]; with a `rule`, it keeps only the results of that rule."""
+def _fresh_function(module: nn.Module, name: str, rule: KeepRule | None, probe: RouterProbe | None) -> Any:
+    """A function with a separate code object, see [Note: variants].
+
+    Args:
+        rule: If given, it keeps only the results of that rule.
+        probe: If given, it takes a mask of tokens, too, and returns (output, what the routers did).
+    """
 
     def run(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return functional_call(module, bound, args, kwargs)
 
-    def run_keeping(bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return checkpoint(functional_call, module, bound, args, kwargs, use_reentrant=False, context_fn=contexts)
+    def run_recording(
+        bound: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], mask_N: torch.Tensor
+    ) -> Any:
+        probe.begin()  # type: ignore[union-attr]
+        output = functional_call(module, bound, args, kwargs)
+        return output, probe.end(mask_N)  # type: ignore[union-attr]
+
+    plain = run if probe is None else run_recording
+
+    def run_keeping(*given: Any) -> Any:
+        return checkpoint(plain, *given, use_reentrant=False, context_fn=contexts)
 
     contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, rule))  # type: ignore[arg-type]
-    plain = run if rule is None else run_keeping
-    code = plain.__code__.replace(co_name=name)
-    return types.FunctionType(code, plain.__globals__, name, plain.__defaults__, plain.__closure__)
+    chosen = plain if rule is None else run_keeping
+    code = chosen.__code__.replace(co_name=name)
+    return types.FunctionType(code, chosen.__globals__, name, chosen.__defaults__, chosen.__closure__)
 
 
 # ------------------------------------------------------------------ keeping one part

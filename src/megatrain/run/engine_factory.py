@@ -233,6 +233,7 @@ def _common(run: RunConfig, weights: bool) -> dict[str, Any]:
         "init": "empty" if not weights else "random" if run.model.init == "random" else None,
         "seed": run.run.seed,
         "trust_remote_code": run.model.trust_remote_code,
+        "router_loss": run.model.router_aux_loss,
     }
 
 

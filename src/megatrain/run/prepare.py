@@ -27,6 +27,7 @@ from megatrain.errors import Problems, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.models.build import build_meta_model
+from megatrain.models.routers import router_loss
 from megatrain.models.structure import dissect
 from megatrain.models.weights import check_weights
 from megatrain.optim.configured import optimizer
@@ -214,11 +215,16 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
     dtype = compute_dtype_of(run.precision.compute_dtype, device)
     given = {"attn_implementation": run.model.attn_implementation, "trust_remote_code": run.model.trust_remote_code}
     model = build_meta_model(files.config, compute_dtype=dtype, **given)
-    structure = dissect(model)
+    structure, auxiliary = dissect(model), router_loss(model, run.model.router_aux_loss)
     if run.model.init == "pretrained" and read_weights:
         check_weights(files.folder, structure)
     if run.engine == "host":
-        verify_family(files.config, parity_engine, trust_remote_code=run.model.trust_remote_code)
+        verify_family(
+            files.config,
+            parity_engine,
+            trust_remote_code=run.model.trust_remote_code,
+            router_loss=auxiliary is not None,
+        )
     verify = verify_packing if run.data.packing else verify_padding
     verify(files.config, max_tokens=run.data.max_tokens, **given)
     names = [name for unit in structure.units for _, name in unit.full_names()]
@@ -230,6 +236,10 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
         f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters in "
         f"{counted(len(structure.layers), 'layer')}, {dtype_name(dtype)} compute on {device}, fp32 master weights and moments"
     )
+    if auxiliary is not None:
+        log(
+            f"auxiliary loss of the routers: on, coefficient {auxiliary.coefficient:g} (aux_loss in the records, not in loss)"
+        )
     return sum(unit.layout.numel for unit in structure.units)
 
 

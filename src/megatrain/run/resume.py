@@ -2,7 +2,7 @@
 
 [Note: what a checkpoint remembers of its run]
 `data`: what decides which rows form which step. `schedule`: the settings of the learning rate, and a checksum over the rates of
-all steps taken. `settings`: those of the optimizer and of number formats. These must be equal, except that only the past of the
+all steps taken. `settings`: those of optimizer, loss and number formats. These must be equal, except that only the past of the
 schedule counts: a run may be prolonged as long as no step that was taken would have had another learning rate. `computed_in`: the
 compute dtype, also where `precision.compute_dtype` is auto. `held_out`: some of the samples that were validated on and not
 trained. `data_offset`: batches skipped by rollbacks. `rollbacks`: their number. `guard`, `alerts`, `skipped_steps`: the history
@@ -171,6 +171,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
     return {
         **{f"optim.{name}": value for name, value in optim.items()},
         "precision.compute_dtype": run.precision.compute_dtype,
+        "model.router_aux_loss": run.model.router_aux_loss,
     }
 
 
@@ -250,9 +251,9 @@ def changed_data(then: Mapping[str, Any], data: Mapping[str, Any]) -> list[Chang
 
 
 def changed_settings(then: Mapping[str, Any], run: RunConfig) -> list[Change]:
-    """Settings of optimizer and number formats that differ from the checkpoint's."""
+    """Settings of optimizer, loss and number formats that differ from the checkpoint's."""
     old = then.get("settings", {})
-    names: dict[str, ChangeName] = {"optim": "optim", "precision": "precision"}
+    names: dict[str, ChangeName] = {"optim": "optim", "precision": "precision", "model": "optim"}
     return [
         Change(names[key.partition(".")[0]], f"{key} was {_yaml(old[key])} and is {_yaml(value)}")
         for key, value in settings_of(run).items()

@@ -486,16 +486,6 @@ def test_a_bad_learning_rate_is_refused_and_changes_nothing(rate: Any) -> None:
         assert state_bytes(engine) == before
 
 
-def test_a_router_loss_is_refused_for_models_in_folders_and_in_memory(tmp_path: Path) -> None:
-    """Streamed layers return no router logits, so the loss would not be what the config asks for."""
-    model = build(BY_NAME["mixtral"], seed=0)
-    model.config.output_router_logits = True
-    model.save_pretrained(tmp_path / "folder")
-    for given in (model, tmp_path / "folder"):
-        with pytest.raises(UserError, match=r"auxiliary loss(.|\n)*output_router_logits"):
-            host_engine(given, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("model", "what"),
     [

@@ -24,6 +24,7 @@ from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import PinRefused
 from megatrain.host_memory.store import HostStore
+from megatrain.models.routers import RouterLoss
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
 
@@ -43,6 +44,7 @@ class DeviceBuffers:
         plan: Resolved for the model.
         poison: Fill buffers with NaN after their use (tests).
         shards: The ranks that share the state.
+        router_loss: The auxiliary loss of the routers, if the model is trained with it.
 
     Attributes:
         route: How gradients of streamed units reach AdamW.
@@ -60,8 +62,9 @@ class DeviceBuffers:
         plan: ExecutionPlan,
         poison: bool,
         shards: Shards,
+        router_loss: RouterLoss | None = None,
     ):
-        self._shards = shards
+        self._shards, self._router_loss = shards, router_loss
         self.structure, self.store, self.streams, self.shell = shell.structure, store, streams, shell
         self._optimizer, self._objective, self._aborter, self._poison = optimizer, objective, aborter, poison
         self._make(plan)
@@ -91,7 +94,9 @@ class DeviceBuffers:
         self.inputs = InputStore(self.streams, ())
         self.follow(plan)
         flows = (self.streams, self.weights, self.gradients, self.inputs)
-        self.runner = StepRunner(self.shell, *flows, self._objective, plan.compiled, self._aborter)
+        self.runner = StepRunner(
+            self.shell, *flows, self._objective, plan.compiled, self._aborter, self._router_loss, self._shards
+        )
 
     def follow(self, plan: ExecutionPlan) -> None:
         """Use a plan that needs no other buffers from the next step on."""

@@ -65,6 +65,7 @@ from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.metrics.laps import Laps
 from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
+from megatrain.models import routers
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.shell import Shell
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
@@ -92,6 +93,8 @@ class HostEngine(Engine):
         init: `random` initialises from the config alone, by HF's own rules, seeded. `empty` reads no weights: `load` must follow.
         verify: Parity check on a tiny copy before the start: `auto` for a model from a folder, `always`, `never`.
         trust_remote_code: Whether code in the model folder may run.
+        router_loss: The auxiliary loss of a mixture of experts: None follows the model's config (`output_router_logits`), False
+            is off, True is on with the model's coefficient, a number is on with this coefficient.
         debug: Settings for tests and measurements.
         group: torch.distributed's default group (`dist.group.WORLD`), if its ranks train one model together, one device each.
             Every rank then makes the engine and calls its methods alike, with the same arguments: the batch of a step is the
@@ -120,6 +123,7 @@ class HostEngine(Engine):
         init: Literal["random", "empty"] | None = None,
         verify: Literal["auto", "always", "never"] = "auto",
         trust_remote_code: bool = False,
+        router_loss: bool | float | None = None,
         debug: Debug | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: datetime.timedelta | None = None,
@@ -150,11 +154,18 @@ class HostEngine(Engine):
         self.source_folder = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.config, self.buffers = meta.config, dict(meta.named_buffers())
         self.structure = dissect(meta).padded(self._shards.shard)
+        self.router_loss = routers.router_loss(meta, router_loss)
         if self._shards.many:
             refuse_dropout(self.config)
         if verify == "always" or (verify == "auto" and self.source_folder is not None):
             always = verify == "always"
-            verify_family(self.config, parity_engine, always=always, trust_remote_code=trust_remote_code)
+            verify_family(
+                self.config,
+                parity_engine,
+                always=always,
+                trust_remote_code=trust_remote_code,
+                router_loss=self.router_loss is not None,
+            )
         refuse_unmatched_groups(self.structure, self.optim)
         # Stored here because the shell changes the config's implementation for packed rows.
         self._unverified_packing = None if verify == "never" else (self.config._attn_implementation, trust_remote_code)
@@ -218,6 +229,7 @@ class HostEngine(Engine):
             plan,
             debug.poison,
             self._shards,
+            self.router_loss,
         )
 
         # OOM recovery and checkpoints.
@@ -238,6 +250,7 @@ class HostEngine(Engine):
             self.shipped,
         )
         self._checkpoints = CheckpointManager(self._host_checkpoints, empty=empty)
+        self._masks_tokens = bool(shell.watched)
         return mirrors
 
     def _make_store(self, plan: ExecutionPlan) -> HostStore:
@@ -366,6 +379,7 @@ class HostEngine(Engine):
             token_wise=lambda: token_wise(
                 self.config, attn_implementation=attention, trust_remote_code=trust_remote_code
             ),
+            router_loss=self.router_loss,
         )
         if plan.mlp_chunk_tokens is not None:
             shell.compute_in_chunks(plan.mlp_chunk_tokens)
@@ -399,12 +413,12 @@ class HostEngine(Engine):
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         if self._device_side.route is Route.FUSED_UPDATE:
             self._optimizer.coefficients = self.optim.coefficients(self.updates + 1, learning_rate)
-        loss, norm, metrics = self._forward_backward(batch, tokens, scale)
+        loss, norm, metrics, routing = self._forward_backward(batch, tokens, scale)
         self.step += 1
         skipped = self._decide(loss, norm)
         if skipped is None:
             self._update(norm, scale, learning_rate)
-        return self._result(batch, tokens, loss, norm, metrics, skipped, started)
+        return self._result(batch, tokens, loss, norm, metrics, routing, skipped, started)
 
     def backward(self, batch: Batch) -> StepResult:
         """See `Engine.backward`. Needs gradient planes."""
@@ -415,8 +429,8 @@ class HostEngine(Engine):
         if tokens == 0:
             return StepResult(None, None, 0, "no target tokens")
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        loss, norm, metrics = self._forward_backward(batch, tokens, scale)
-        return self._result(batch, tokens, loss, norm, metrics, "gradients only", started)
+        loss, norm, metrics, routing = self._forward_backward(batch, tokens, scale)
+        return self._result(batch, tokens, loss, norm, metrics, routing, "gradients only", started)
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """See `Engine.eval_step`."""
@@ -465,30 +479,39 @@ class HostEngine(Engine):
         self._aborter.error = error
         return True
 
-    def _forward_backward(self, batch: Batch, tokens: int, loss_scale: float) -> tuple[float, float, dict[str, float]]:
-        """(loss, gradient norm, metrics) of the step, waited for. The gradients are on the host or on their way.
+    def _forward_backward(
+        self, batch: Batch, tokens: int, loss_scale: float
+    ) -> tuple[float, float, dict[str, float], dict[str, float]]:
+        """(loss, gradient norm, metrics, figures of the routers) of the step, waited for. The gradients are on the host or on
+        their way.
 
         `batch` has the rows of this rank, `tokens` counts the targets of all ranks.
         """
         self._gradient_scale, shards = loss_scale, self._shards
 
-        def compute(shape: StepShape) -> tuple[float, float, dict[str, float]]:
+        def compute(shape: StepShape) -> tuple[float, float, dict[str, float], dict[str, float]]:
             self._device_side.reset_counters()
             with self.instruments.step(self.step + 1):
                 with randomness.seeded(self.device, self.seed, self.step):
-                    sums, on_device = self._device_side.runner.gradients(batch, shape, loss_scale / tokens)
+                    sums, on_device, routing = self._device_side.runner.gradients(
+                        batch, shape, loss_scale / tokens, loss_scale=loss_scale
+                    )
+                figures = routing.figures() if routing is not None else {}
                 # the step's only synchronisation
-                loss, metrics, [squares] = sums.wait(on_device, shards=shards, names=self._metric_names(sums))
+                loss, metrics, [squares, *found] = sums.wait(
+                    on_device, *figures.values(), shards=shards, names=self._metric_names(sums)
+                )
                 if self._device_side.route is not Route.COPY:
                     with self._streams.host_waits("slabs"):
                         self._device_side.gradients.settle()
                         if self._device_side.route is Route.ACCUMULATE:
                             squares = shards.total_of(self._optimizer.squared_norm())
-            return loss, squares, metrics
+            # Figures are equal on all ranks, and `wait` adds them up.
+            return loss, squares, metrics, {n: v / shards.shard.count for n, v in zip(figures, found, strict=True)}
 
-        loss_sum, squares, metrics = self._until_it_fits(batch, compute, training=True)
+        loss_sum, squares, metrics, routing = self._until_it_fits(batch, compute, training=True)
         norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
-        return loss_sum / tokens, norm, {name: value / tokens for name, value in metrics.items()}
+        return loss_sum / tokens, norm, {name: value / tokens for name, value in metrics.items()}, routing
 
     def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T], training: bool) -> T:
         """Run `compute` under OOM recovery; see `OomRecovery.until_it_fits`."""
@@ -712,6 +735,7 @@ class HostEngine(Engine):
         loss: float,
         norm: float,
         metrics: dict[str, float],
+        routing: dict[str, float],
         skipped: str | None,
         started: float,
     ) -> StepResult:
@@ -722,7 +746,8 @@ class HostEngine(Engine):
         pipeline = self.instruments.record(self._device_side, policy, self._oom.changes)
         phases = sum(seconds.get(phase, 0.0) for phase in ("forward", "head", "backward"))
         self._own_work_s = max(0.0, phases - sum(pipeline.waited_s.values())) if pipeline else None
-        return StepResult(loss, norm, tokens, skipped, seconds, self._gradient_scale, moved, pipeline, metrics)
+        scale = self._gradient_scale
+        return StepResult(loss, norm, tokens, skipped, seconds, scale, moved, pipeline, metrics, routing)
 
     def _rearrange(self, plan: ExecutionPlan) -> None:
         """Remake the device buffers for another plan; see `DeviceBuffers.rearrange`. No step is in progress."""

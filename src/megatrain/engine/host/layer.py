@@ -22,6 +22,7 @@ from megatrain.device.offload import InputStore
 from megatrain.device.streams import Streams
 from megatrain.engine.host import rng as randomness
 from megatrain.engine.host.gradients import GradientFlow
+from megatrain.engine.host.routing import Routing
 from megatrain.engine.host.rows import RowChunks
 from megatrain.engine.host.tape import (
     Arguments,
@@ -35,6 +36,7 @@ from megatrain.engine.host.tape import (
     tree_unflatten,
 )
 from megatrain.engine.host.weights import WeightStream
+from megatrain.models.routers import Routed
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Unit
 from megatrain.models.templates import KEEP_ONE_PART, KeptResults, Leaves, Variant
@@ -65,6 +67,7 @@ class LayerRunner:
         rows: The microbatches.
         policies: Variant of each layer that is not recomputed from its input alone; set before a step.
         tape: Records the calls of a training step; None in an evaluation. Set before HF's loop runs.
+        routing: Collects what routers do in a training step; None: nothing is collected.
         only: If set, the other layers are not computed: they return what the last computed one returned (warm-up).
     """
 
@@ -84,6 +87,7 @@ class LayerRunner:
         self.rows = RowChunks()
         self.policies: Mapping[int, Variant] = {}
         self.tape: Tape | None = None
+        self.routing: Routing | None = None
         self.only: frozenset[int] | None = None
         self._latest: Any = None
 
@@ -93,7 +97,7 @@ class LayerRunner:
 
     def abandon(self) -> None:
         """Reset after an error in the middle of a step."""
-        self.tape = self.only = self._latest = None
+        self.tape = self.routing = self.only = self._latest = None
         self.rows.abandon()
 
     # ---------------------------------------------------------------- forward
@@ -146,8 +150,12 @@ class LayerRunner:
         arguments: Arguments,
         random_states: list[randomness.RandomState] | None,
         call: LayerCall | None = None,
+        counts: bool = True,
     ) -> tuple[list[Any], Form]:
-        """Returns the layer's output leaves and their form. Appends each microbatch's random state to `random_states`."""
+        """Returns the layer's output leaves and their form. Appends each microbatch's random state to `random_states`.
+
+        `counts`: whether what its routers do is counted.
+        """
         unit = self._units[index]
         weights = self._leaves(unit, self._weights.fetch(index), requires_grad=False)
         parts: list[list[Any]] = []
@@ -159,7 +167,9 @@ class LayerRunner:
                 leaves = map(_detached, self.rows.cut_inputs(index, arguments.leaves, rows))
                 args, kwargs = arguments.unflatten(list(leaves))
                 with call.kept[number].recording() if call is not None and call.kept else contextlib.nullcontext():
-                    output = self._shell.call_layer(index, "forward", weights, args, kwargs)
+                    output, routed = self._call(index, "forward", weights, args, kwargs, rows)
+                if counts and routed is not None and self.routing is not None:
+                    self.routing.add(index, routed)
                 parts.append([])
                 form = tree_flatten(output, parts[-1])
         self._weights.release(index)
@@ -176,9 +186,11 @@ class LayerRunner:
         form: Form = None
         for rows in self.rows.chunks:
             around = moving.left_out() if moving else contextlib.nullcontext()
-            graph, outputs, form = self._graph_of(call, flat, rows, variant, around, leaving)
+            graph, outputs, form, routed = self._graph_of(call, flat, rows, variant, around, leaving)
             graph.moving = moving
             call.graphs.append(graph)
+            if routed is not None and self.routing is not None:
+                self.routing.add(call.layer, routed)
             parts.append(outputs)
         self._weights.release(call.layer)
         return self.rows.join_outputs(call.layer, parts), form
@@ -191,14 +203,14 @@ class LayerRunner:
         variant: Variant,
         around: contextlib.AbstractContextManager[Any],
         leaving: int | None = None,
-    ) -> tuple[ChunkGraph, list[Any], Form]:
+    ) -> tuple[ChunkGraph, list[Any], Form, Routed | None]:
         """Compute the layer on one microbatch with autograd, inside `around`, from new leaves for its inputs and weights.
 
         Args:
             leaving: Position of an argument that the graph must not hold.
 
         Returns:
-            The graph, and the layer's output leaves with their form.
+            The graph, the layer's output leaves with their form, and what its routers did.
         """
         weights = self._leaves(self._units[call.layer], flat, requires_grad=True)
         leaves = self.rows.cut_inputs(call.layer, call.arguments.leaves, rows)
@@ -211,8 +223,19 @@ class LayerRunner:
         args, kwargs = call.arguments.unflatten(leaves)
         outputs: list[Any] = []
         with torch.enable_grad(), around:
-            form = tree_flatten(self._shell.call_layer(call.layer, variant, weights, args, kwargs), outputs)
-        return ChunkGraph([_edge_of(output) for output in outputs], inputs, weights.trained), outputs, form
+            output, routed = self._call(call.layer, variant, weights, args, kwargs, rows)
+            form = tree_flatten(output, outputs)
+        graph = ChunkGraph([_edge_of(output) for output in outputs], inputs, weights.trained)
+        graph.balance = _edge_of(routed.balance) if routed is not None else None
+        return graph, outputs, form, routed
+
+    def _call(
+        self, index: int, variant: Variant, weights: Leaves, args: Any, kwargs: Any, rows: slice
+    ) -> tuple[Any, Routed | None]:
+        """A layer's output for one microbatch, and what its routers did, if that is asked for."""
+        if self.routing is None or index not in self._shell.watched:
+            return self._shell.call_layer(index, variant, weights, args, kwargs), None
+        return self._shell.call_layer(index, variant, weights, args, kwargs, self.routing.mask_N(rows))
 
     # ---------------------------------------------------------------- backward
 
@@ -234,9 +257,11 @@ class LayerRunner:
             else:
                 kept = call.kept[number].replaying() if call.kept else contextlib.nullcontext()
                 with randomness.replayed(self._streams.device, call.random_states[number]):
-                    graph, _, _ = self._graph_of(call, flat, rows, "recompute", kept)
+                    graph, *_ = self._graph_of(call, flat, rows, "recompute", kept)
             d_outputs = self.rows.cut_gradients(call.layer, call.output_gradients, rows)
             used = [(o, g) for o, g in zip(graph.outputs, d_outputs, strict=True) if o is not None and g is not None]
+            if graph.balance is not None and self.routing is not None and self.routing.slopes is not None:
+                used.append((graph.balance, self.routing.slopes))
             found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
             total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
@@ -253,7 +278,7 @@ class LayerRunner:
         for call, following in zip(calls, calls[1:], strict=False):
             states = call.random_states[0] if call.random_states else randomness.capture(self._streams.device)
             with randomness.replayed(self._streams.device, states), self._streams.traced("recompute", call.layer):
-                outputs, _ = self._forward_without_graph(call.layer, call.arguments, None)
+                outputs, _ = self._forward_without_graph(call.layer, call.arguments, None, counts=False)
             for position, source in following.sources.items():
                 if following.arguments.leaves[position] is None:
                     following.arguments.leaves[position] = outputs[source.output].detach().requires_grad_()

@@ -17,18 +17,21 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.device.offload import InputStore
+from megatrain.device.shards import ALONE, Shards
 from megatrain.device.streams import Streams, Timestamp
 from megatrain.engine.base import Batch
 from megatrain.engine.host import rng as randomness
 from megatrain.engine.host.gradients import GradientFlow
 from megatrain.engine.host.head import Head, LossSums
 from megatrain.engine.host.layer import LayerRunner, StepAborter
+from megatrain.engine.host.routing import Routing
 from megatrain.engine.host.rows import chunks_of
 from megatrain.engine.host.tape import Tape
 from megatrain.engine.host.weights import WeightStream, forward_fetch_order, training_fetch_order
 from megatrain.engine.objective import Objective
 from megatrain.engine.plan import StepShape
 from megatrain.models.rope import scaling_by_length
+from megatrain.models.routers import RouterLoss
 from megatrain.models.shell import Shell
 
 MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask")
@@ -55,6 +58,8 @@ class StepRunner:
         streams, weights, gradients, inputs: The device side.
         objective, compiled: See `Head`.
         aborter: Checked before each layer.
+        router_loss: The auxiliary loss of the routers, if the model is trained with it.
+        shards: The ranks that share the state.
 
     Attributes:
         layers: Computes the layers.
@@ -71,8 +76,11 @@ class StepRunner:
         objective: Objective,
         compiled: bool = False,
         aborter: StepAborter | None = None,
+        router_loss: RouterLoss | None = None,
+        shards: Shards = ALONE,
     ):
         self.shell = shell
+        self._router_loss, self._shards = router_loss, shards
         self._by_length = scaling_by_length(shell.structure.model.config) is not None
         self.layers = LayerRunner(shell, streams, weights, gradients, inputs, aborter or StepAborter())
         self._streams = streams
@@ -86,8 +94,13 @@ class StepRunner:
     # ---------------------------------------------------------------- the step
 
     def gradients(
-        self, batch: Batch, shape: StepShape, gradient_scale: float, only: Sequence[int] | None = None
-    ) -> tuple[LossSums, torch.Tensor]:
+        self,
+        batch: Batch,
+        shape: StepShape,
+        gradient_scale: float,
+        only: Sequence[int] | None = None,
+        loss_scale: float = 1.0,
+    ) -> tuple[LossSums, torch.Tensor, Routing | None]:
         """Forward and backward of a whole step; every unit's gradient is on its way to the host afterwards.
 
         Args:
@@ -95,9 +108,11 @@ class StepRunner:
             shape: How to cut it.
             gradient_scale: Factor on the gradient of the loss's sum: 1 / target tokens of the whole step, times the loss scale.
             only: Compute only these layers, ascending, the first layer among them; see `warm_up`.
+            loss_scale: The loss scale, which is the factor on the gradient of the auxiliary loss.
 
         Returns:
-            (sums of loss and metrics, sum of the squares of the gradients), scalars on the device, not yet waited for.
+            (sums of loss and metrics, sum of the squares of the gradients, what the routers did or None), on the device, not yet
+            waited for.
         """
         self.shell.train(True)
         inputs, targets = self._place(batch), self._head.find_targets(batch)
@@ -107,14 +122,24 @@ class StepRunner:
         self.layers.policies = shape.policies
         layers = self._layers_of(only)
         order = training_fetch_order(len(layers), shape.segment, len(passes))
+        routing = self.layers.routing = self._routing_of(batch)
+        counts_first = self._router_loss is not None and len(passes) > 1  # [Note: counts before slopes]
+        if counts_first:
+            order = [*range(len(layers))] * len(passes) + list(order)
         self._weights.follow([layers[i] for i in order])
         self._gradients.begin_step()
         self.marks = []
         sums = LossSums(self._streams.device)
+        if counts_first:
+            self._count_routes(inputs, passes, microbatch_rows, loss_scale)
         for rows in passes:
+            if routing is not None:
+                routing.begin_pass(rows)
             edges, tape = self._bind_edges(requires_grad=True), Tape()
             self._mark("forward")
             hidden_BTD = self._forward(_rows_of(inputs, rows), edges, microbatch_rows, shape.segment, tape)
+            if routing is not None and (self._router_loss is not None or rows is passes[-1]):
+                routing.complete(loss_scale)
             self._mark("head")
             here = self._head.targets_of(targets, rows)
             with self._streams.traced("head"):
@@ -126,8 +151,9 @@ class StepRunner:
             del hidden_BTD, d_hidden_BTD
             self._backward(edges, shape.segment, tape)
         self._mark("end")
+        self.layers.routing = None
         self._weights.edges_in_use()
-        return sums, self._gradients.squared_norm()
+        return sums, self._gradients.squared_norm(), routing
 
     def loss(self, batch: Batch, shape: StepShape, only: Sequence[int] | None = None) -> LossSums:
         """Sums of a batch's loss and metrics, without gradients. Logits exist for one chunk of tokens at a time.
@@ -204,6 +230,29 @@ class StepRunner:
         if tape is not None and segment > 1:
             tape.drop_inner_inputs(segment)
         return hidden_BTD
+
+    def _routing_of(self, batch: Batch) -> Routing | None:
+        """Collects what the routers do with the tokens of this batch that are not padding; None without any to watch."""
+        if not self.shell.watched:
+            return None
+        mask_BT = batch.get("token_mask")
+        if mask_BT is None:
+            mask_BT = torch.ones_like(batch["input_ids"])
+        return Routing(self._router_loss, self.shell.routers, self._streams.to_device(mask_BT), self._shards)
+
+    def _count_routes(
+        self, inputs: dict[str, torch.Tensor], passes: Sequence[slice], microbatch_rows: int, loss_scale: float
+    ) -> None:
+        """Run the forward of all accumulation steps for what their routers choose. See [Note: counts before slopes]."""
+        routing, device = self.layers.routing, self._streams.device
+        assert routing is not None
+        self._mark("forward")
+        with torch.no_grad(), randomness.replayed(device, randomness.capture(device)):
+            edges = self._bind_edges(requires_grad=False)
+            for rows in passes:
+                routing.begin_pass(rows)
+                self._forward(_rows_of(inputs, rows), edges, microbatch_rows, 1, tape=None)
+        routing.complete(loss_scale)
 
     # ---------------------------------------------------------------- backward
 

@@ -121,12 +121,14 @@ class ChunkGraph:
         inputs: Where the gradients of the argument leaves come out, in the order of `LayerCall.trained`.
         weights: The parameters that need a gradient, by layout name.
         moving: Tensors that the graph must find at another address than where it was made.
+        balance: Root of the routers' sums, None without. See [Note: the auxiliary loss] in models/routers.py.
     """
 
     outputs: list[GradientEdge | None]
     inputs: list[GradientEdge | torch.Tensor]
     weights: dict[str, torch.Tensor]
     moving: MovingTensors | None = None
+    balance: GradientEdge | None = None
 
 
 @dataclass

@@ -55,6 +55,7 @@ from megatrain.engine.mesh.zero_bubble import WeightGradStore
 from megatrain.engine.objective import CrossEntropy, Objective
 from megatrain.errors import Aftermath, UserError
 from megatrain.metrics.record import MeshRecord
+from megatrain.models import routers
 from megatrain.models.build import dropout_keys, find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.conversion import unit_of_names
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
@@ -103,6 +104,7 @@ class MeshEngine(Engine):
         seed: int = 0,
         init: Literal["random", "empty"] | None = None,
         trust_remote_code: bool = False,
+        router_loss: bool | float | None = None,
         sample_every_steps: int | None = None,
         debug: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
@@ -123,6 +125,9 @@ class MeshEngine(Engine):
         self.plan = dataclasses.replace(plan, layout=self.layout, compute_dtype=dtype)
         self._master_dtype, self._compute_dtype = MASTERS[dtype], COMPUTE[dtype]
         meta = self._build(model, config, trust_remote_code)
+        if routers.router_loss(meta, router_loss) is not None:
+            what = "the mesh engine does not compute the auxiliary loss of the routers"
+            raise UserError(what, routers.KEY, f"set {routers.KEY}: false to train without it, or use engine: host")
         self._fp32_names: set[str] = set()
         if dtype == "bf16":
             # Known only of a model that is built in bf16.
