@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,34 @@ def test_an_unknown_shape_and_an_unknown_option_are_user_errors(capsys: pytest.C
     words = "bench --shape tiny --rows 1 --tokens 8 --device cpu --option acumulation_steps=2"
     assert main(words.split()) == 2
     assert 'did you mean "accumulation_steps=2"?' in capsys.readouterr().err
+
+
+def test_processes_share_the_model_and_report_together(tmp_path: Path) -> None:
+    """One command; the report has a line for each rank and the slowest one."""
+    words = (
+        "bench --shape tiny --rows 4 --tokens 16 --steps 2 --device cpu --gpus 2 --json --no-bounds --option threads=1"
+    )
+    command = [sys.executable, "-m", "megatrain", *words.split(), "--machine", str(MACHINE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["gpus"] == 2 and report["plan"]["details"]["gpus"] == 2
+    assert report["tokens_per_second"] == pytest.approx(4 * 16 / report["seconds"]["step"])
+    work = [rank["work_s"] for rank in report["by_rank"]]
+    assert len(work) == 2 and report["host_peak"] == sum(rank["host_peak"] for rank in report["by_rank"])
+    assert f"slowest: rank {work.index(max(work))}" in done.stderr
+    for said in ("2 GPUs, one process each", "rank 1:", "step 2: "):
+        assert done.stderr.count(said) == 1, done.stderr
+    assert report["plan"]["host_bytes"]["planned"] == 2 * report["plan"]["details"]["host_bytes"]["total"]
+
+
+def test_an_error_of_the_ranks_is_told_once(tmp_path: Path) -> None:
+    words = "bench --shape tiny --rows 4 --tokens 16 --device cpu --gpus 2 --host-gib 0.0001"
+    command = [sys.executable, "-m", "megatrain", *words.split(), "--machine", str(MACHINE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 3 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_config_folder_is_a_shape(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -78,12 +81,46 @@ def test_a_shape_becomes_a_trace(tmp_path: Path) -> None:
     assert {event["cat"] for event in rows["AdamW"]} >= {"adamw", "add"}
 
 
+def test_each_rank_is_a_process_of_the_trace(tmp_path: Path) -> None:
+    run, out, png = tmp_path / "run.yaml", tmp_path / "trace.json", tmp_path / "trace.png"
+    run.write_text(json.dumps(config(prepare(tmp_path))))
+    words = [
+        "trace",
+        str(run),
+        "--run.gpus=2",
+        "--steps=1",
+        "--warmup=1",
+        "--save",
+        "--out",
+        str(out),
+        "--png",
+        str(png),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "megatrain", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 2 (traced)") == 1 and png.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(out.read_text())["traceEvents"]
+    titles = {e["pid"]: e["args"]["name"].split(":")[0] for e in events if e["name"] == "process_name"}
+    assert titles == {1: "rank 0", 2: "rank 1"}
+    for pid in titles:
+        mine = [event for event in events if event["pid"] == pid and event["ph"] == "X"]
+        assert {"step", "compute", "h2d", "d2h", "adamw"} <= {event["cat"] for event in mine}
+        rows = [e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
+        assert {event["tid"] for event in mine} <= set(rows) and len(set(rows)) == len(rows)
+    steps = [event for event in events if event.get("cat") == "step"]
+    assert max(e["ts"] for e in steps) < min(e["ts"] + e["dur"] for e in steps), "the ranks' steps overlap: one clock"
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob("tmp*"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["trace"], "needs RUN.yaml"),
         (["trace", "run.yaml", "--shape", "tiny"], "takes no config"),
         (["trace", "run.yaml", "--device", "cpu"], "--device: is an option of --shape"),
+        (["trace", "run.yaml", "--gpus", "2"], "--gpus: is an option of --shape"),
         (["trace", "run.yaml", "--rows", "8"], "--rows: is an option of --shape"),
         (["trace", "run.yaml", "--option", "accumulation_steps=2"], "--option: is an option of --shape"),
         (["trace", "--shape", "tinny"], "unknown shape"),

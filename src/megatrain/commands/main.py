@@ -15,9 +15,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ def _run_command(
     if command == "trace":
         _check_trace(arguments, bool(overrides))
     if command in WITHOUT_CONFIG or (command == "trace" and arguments.shape is not None):
-        _without_config(arguments)
+        _without_config(arguments, words)
         return
     if getattr(arguments, "allow_changes", ()) and arguments.resume is None:
         raise UserError("requires --resume", "--allow-changes", "say where to resume: --resume auto")
@@ -142,6 +142,8 @@ def _with_config(arguments: argparse.Namespace, overrides: list[str], words: lis
             show = _put_out if arguments.json else _say
             show(_plan(run, arguments.machine, arguments.world, arguments.json))
         case "trace":
+            if run.engine == "host" and _on_several_ranks(run, words, max_restarts=0):
+                return
             from megatrain.commands.trace import trace_run
 
             trace_run(run, **_given(arguments, "steps", "warmup", "out", "png", "save"))
@@ -196,7 +198,7 @@ def _plan_text(run: RunConfig, machine: str | None, world: int | None, as_json: 
     return cluster_json(made) if as_json else cluster_text(made)
 
 
-def _without_config(arguments: argparse.Namespace) -> None:
+def _without_config(arguments: argparse.Namespace, words: list[str]) -> None:
     from megatrain.metrics.logger import RunLogger, quiet_libraries
 
     match arguments.command:
@@ -238,18 +240,40 @@ def _without_config(arguments: argparse.Namespace) -> None:
                 found = doctor(arguments.device, again=arguments.again, form=arguments.form)
             _put_out(found)
         case "bench":
-            with RunLogger(stderr=arguments.json) as log:
-                work = _work(arguments, log.info)
-                from megatrain.commands.bench import bench
+            work = _work(arguments)
+            if _shape_on_several_ranks(work, arguments.gpus, words):
+                return
+            from megatrain.commands.bench import bench
+            from megatrain.run.ranks import joined
 
+            with joined(work.device), RunLogger(stderr=arguments.json, quiet=not work.is_main) as log:
+                work = replace(work, say=log.info)
                 report = bench(work, **_given(arguments, "steps", "warmup"), bounds=not arguments.no_bounds)
-            if arguments.json:
+            if arguments.json and work.is_main:
                 _put_out(json.dumps(asdict(report), indent=1))
         case "trace":
             work = _work(arguments)
+            if _shape_on_several_ranks(work, arguments.gpus, words):
+                return
             from megatrain.commands.trace import trace_shape
+            from megatrain.run.ranks import joined
 
-            trace_shape(work, **_given(arguments, "steps", "warmup", "out", "png", "save"))
+            with joined(work.device):
+                trace_shape(work, **_given(arguments, "steps", "warmup", "out", "png", "save"))
+
+
+def _shape_on_several_ranks(work: Work, gpus: int | None, words: list[str]) -> bool:
+    """As `_on_several_ranks`, for steps of a shape; the shape is checked here, once."""
+    from megatrain.commands.work import check_shape
+    from megatrain.run.ranks import process_count, start_ranks
+
+    count = process_count(gpus or "auto", work.device, "--gpus")
+    if count == 1:
+        return False
+    check_shape(work.shape)
+    if code := start_ranks(words, count, max_restarts=0):
+        raise SystemExit(code)  # the ranks have said why
+    return True
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -286,13 +310,14 @@ def _check_trace(arguments: argparse.Namespace, has_overrides: bool) -> None:
         raise UserError("is an option of --shape; a run takes it from its config", flag, remedy)
 
 
-def _work(arguments: argparse.Namespace, say: Callable[[str], None] = lambda text: None) -> Work:
+def _work(arguments: argparse.Namespace) -> Work:
     """Steps of a shape, for `bench` and `trace`."""
     from megatrain.machine.machine import read_figures
 
     if arguments.machine is not None:
         read_figures(arguments.machine)  # report a wrong file before the imports below, which take seconds
     from megatrain.commands.work import Work, plan_overrides
+    from megatrain.engine.mesh.launch import world_size
 
     limits = _given(arguments, "device", "device_gib", "host_gib", "device_fraction")
     return Work(
@@ -301,7 +326,8 @@ def _work(arguments: argparse.Namespace, say: Callable[[str], None] = lambda tex
         arguments.tokens or SHAPE_TOKENS,
         machine_file=arguments.machine,
         overrides=plan_overrides(arguments.option),
-        say=say,
+        say=lambda text: None,
+        ranks=world_size(),
         **{name: value for name, value in limits.items() if value is not None},
     )
 

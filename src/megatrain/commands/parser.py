@@ -231,7 +231,7 @@ def _add_machine(commands: _Commands[_Parser]) -> None:
 
 SHAPE_ROWS, SHAPE_TOKENS = 8, 1024
 """Defaults for a --shape."""
-SHAPE_OPTIONS = ("rows", "tokens", "device", "device_gib", "device_fraction", "host_gib", "machine", "option")
+SHAPE_OPTIONS = ("gpus", "rows", "tokens", "device", "device_gib", "device_fraction", "host_gib", "machine", "option")
 """What `_add_shape` adds beside --shape. None of them has a default, so that it shows whether one was given."""
 
 
@@ -245,6 +245,8 @@ def _add_shape(command: argparse._ActionsContainer, required: bool) -> None:
     add("--rows", type=_positive, required=required, metavar="N", help=f"rows per step{rows}")
     add("--tokens", type=_positive, required=required, metavar="N", help=f"tokens per row{tokens}")
     add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
+    gpus = "processes, one for each GPU, that share the model's state (default: all visible GPUs; 1 on a CPU)"
+    add("--gpus", type=_positive, metavar="N", help=gpus)
     add("--device-gib", type=float, metavar="X", help="limit on device memory [GiB]")
     add("--device-fraction", type=float, metavar="X", help="share of it that the plan may fill (default: 0.92)")
     add("--host-gib", type=float, metavar="X", help="limit on host memory [GiB]")

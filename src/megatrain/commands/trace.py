@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,11 @@ from megatrain.engine.base import Engine
 from megatrain.errors import UserError
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.metrics.spans import Span, chrome_trace, draw_trace
+from megatrain.run.coordinator import coordinated
 from megatrain.run.engine_factory import Shapes, make_engine
 from megatrain.run.folder import nearest_existing
 from megatrain.run.prepare import prepare
+from megatrain.run.ranks import from_rank_0, gathered
 from megatrain.run.saves import refuse_if_disk_too_small
 from megatrain.units import gib, number_text
 
@@ -50,18 +53,26 @@ def trace_run(
         raise UserError("only the host engine has a timeline", "engine: mesh", "use engine: host")
     quiet_libraries()
     beside = nearest_existing(Path(run.run.dir).absolute().parent)  # a disk with room for a checkpoint
-    with tempfile.TemporaryDirectory(dir=beside) as scratch, RunLogger() as log:
-        elsewhere = run.run.model_copy(update={"dir": str(Path(scratch) / "run")})
-        prepared = prepare(run.model_copy(update={"run": elsewhere}), resume=None, log=log.info, saves=False)
+    with (
+        coordinated(run) as coordinator,
+        _scratch_folder(beside) as scratch,
+        RunLogger(quiet=not coordinator.is_main) as log,
+    ):
+        elsewhere = run.run.model_copy(update={"dir": str(scratch / "run")})
+        there = run.model_copy(update={"run": elsewhere})
+        prepared = coordinator.in_turn(lambda: prepare(there, resume=None, log=log.info, saves=False))
         if save:
             refuse_if_disk_too_small(prepared.run, prepared.checkpoint_bytes, 1)
             log.info(f"disk: a checkpoint of {gib(prepared.checkpoint_bytes)} in {beside}, removed afterwards")
         batches = _TimedBatches(prepared.loader.batch)
-        checkpoint = Path(scratch) / "checkpoint" if save else None
+        checkpoint = scratch / "checkpoint" if save else None
         shapes = Shapes.of(prepared.run.rows_per_step, prepared.loader, None)
-        with make_engine(prepared.run, prepared.model_folder, shapes=shapes) as engine:
+        with make_engine(prepared.run, prepared.model_folder, shapes=shapes, watch=coordinator.section) as engine:
             spans = _take_steps(engine, batches, steps, warmup, prepared.learning_rate_at, checkpoint, log.info)
-        return _written(spans, f"megatrain: {prepared.model_folder.name}, {run.rows_per_step} rows", out, png, log.info)
+        ranks = coordinator.gather(spans)
+        coordinator.finish()
+        title = f"megatrain: {prepared.model_folder.name}, {run.rows_per_step} rows"
+        return _written(ranks, title, out, png, log.info) if coordinator.is_main else {}
 
 
 def trace_shape(
@@ -71,14 +82,31 @@ def trace_shape(
     from megatrain.commands.work import engine_for, random_batch
 
     quiet_libraries()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch, RunLogger() as log:
-        checkpoint = Path(scratch) / "checkpoint" if save else None
+    with _scratch_folder(Path.cwd()) as scratch, RunLogger(quiet=not work.is_main) as log:
+        checkpoint = scratch / "checkpoint" if save else None
         with engine_for(replace(work, say=log.info)) as engine:
             vocabulary = engine.config.get_text_config().vocab_size
             batches = _TimedBatches(lambda number: random_batch(vocabulary, work.rows, work.tokens, number))
             spans = _take_steps(engine, batches, steps, warmup, lambda step: 1e-5, checkpoint, log.info)
         title = f"megatrain: {Path(work.shape).name}, {work.rows} x {work.tokens} tokens"
-        return _written(spans, title, out, png, log.info)
+        ranks = gathered(spans)
+        return _written(ranks, title, out, png, log.info) if work.is_main else {}
+
+
+@contextmanager
+def _scratch_folder(beside: Path) -> Iterator[Path]:
+    """A temporary folder in `beside`, the same one for all ranks; rank 0 removes it. Collective."""
+    made: list[tempfile.TemporaryDirectory[str]] = []
+
+    def make() -> str:
+        made.append(tempfile.TemporaryDirectory(dir=beside))
+        return made[0].name
+
+    try:
+        yield Path(from_rank_0(make))
+    finally:
+        for folder in made:
+            folder.cleanup()
 
 
 class _TimedBatches:
@@ -130,8 +158,11 @@ def _take_steps(
     return [span for span in (*engine.end_trace(), *batches.spans, *saving) if span.end_s > begin_s]
 
 
-def _written(spans: list[Span], title: str, out: Path, png: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
-    trace = chrome_trace(spans, title)
+def _written(
+    ranks: Sequence[Sequence[Span]], title: str, out: Path, png: Path | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    first, *others = ranks
+    trace = chrome_trace(first, title, *others)
     try:
         out.write_text(json.dumps(trace), encoding="utf-8")
     except OSError as error:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from megatrain.engine.batches import BatchShape
 from megatrain.engine.host.engine import HostEngine
+from megatrain.engine.mesh import launch
 from megatrain.engine.parity_check import token_wise
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
@@ -25,9 +27,10 @@ from megatrain.models.build import build_meta_model, find_model_folder, load_mod
 from megatrain.models.structure import Structure, dissect
 from megatrain.optim.adamw import AdamW
 from megatrain.planner.model_cost import ModelShape, shape_of_structure
-from megatrain.planner.plan import Caps, Plan, StepSize
+from megatrain.planner.plan import Caps, Options, Plan, StepSize
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import available_caps, caps_for, plan_step
+from megatrain.run.ranks import from_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,12 @@ def folder_of(shape: str, scratch: Path) -> Path:
     return find_model_folder(shape)
 
 
+def check_shape(shape: str) -> None:
+    """UserError for an unknown shape."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder_of(shape, Path(scratch))
+
+
 def structure_of(folder: Path, dtype: torch.dtype) -> Structure:
     """The model that the folder's config describes, without weights."""
     return dissect(build_meta_model(load_model_config(folder), compute_dtype=dtype))
@@ -93,6 +102,17 @@ class Work:
     machine_file: str | Path | None = None  # figures of the machine instead of a probe
     overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of `ExecutionPlan` that replace the plan's
     say: Say = logger.info
+    ranks: int = 1  # processes that share the model's state, one GPU each; this process is one of them
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process reports."""
+        return self.ranks == 1 or launch.rank() == 0
+
+    @property
+    def device_here(self) -> torch.device | str:
+        """This process's device."""
+        return launch.device_of_rank(self.device) if self.ranks > 1 else self.device
 
     @property
     def on_gpu(self) -> bool:
@@ -113,7 +133,7 @@ class Work:
         if self.machine_file is None:
             free = available_caps(machine, fraction)
             caps = Caps(min(caps.host_bytes, free.host_bytes), min(caps.device_bytes, free.device_bytes))
-        made = plan_step(model, machine, StepSize(self.rows, self.tokens), caps)
+        made = plan_step(model, machine, StepSize(self.rows, self.tokens), caps, Options(ranks=self.ranks))
         self.say(plan_text(made))
         return made
 
@@ -126,15 +146,21 @@ class Work:
 
     def engine(self, folder: Path, plan: ExecutionPlan, init: Literal["random", "empty"] = "random") -> HostEngine:
         optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if plan.gradient_plane else None)
-        return HostEngine(folder, plan, device=self.device, optim=optim, verify="never", init=init)
+        group = dist.group.WORLD if self.ranks > 1 else None
+        return HostEngine(folder, plan, device=self.device_here, optim=optim, verify="never", init=init, group=group)
 
 
 def planned(work: Work, scratch: Path) -> tuple[Path, Structure, ModelShape, Machine | None, Plan | None]:
-    """The folder of a step's shape, its structure, the machine, and the plan. `scratch`: see `folder_of`."""
+    """The folder of a step's shape, its structure, the machine, and the plan; both of rank 0. `scratch`: see `folder_of`."""
     folder = folder_of(work.shape, scratch)
-    structure, machine = structure_of(folder, torch.bfloat16), work.machine()
+    structure = structure_of(folder, torch.bfloat16)
     model = shape_of_structure(structure, work.shape, token_wise(structure.model.config))  # type: ignore[arg-type]
-    return folder, structure, model, machine, work.planned(model, machine)
+
+    def plan() -> tuple[Machine | None, Plan | None]:
+        machine = work.machine()
+        return machine, work.planned(model, machine)
+
+    return folder, structure, model, *from_rank_0(plan)
 
 
 @contextlib.contextmanager

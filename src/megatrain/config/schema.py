@@ -478,8 +478,8 @@ class RunSection(Section):
     )
     gpus: Literal["auto"] | PositiveInt = key(
         "auto",
-        "processes that `megatrain train` and `eval` start on this host, one for each GPU; they share the model's state; auto: "
-        "one for each visible GPU, and one on a CPU; no effect under torchrun, which starts the processes itself",
+        "processes that `megatrain train`, `eval` and `trace` start on this host, one for each GPU; they share the model's "
+        "state; auto: one for each visible GPU, and one on a CPU; no effect under torchrun, which starts the processes itself",
     )
     max_restarts: NonNegativeInt = key(
         3, "how often these processes are restarted after one has failed; they continue from the newest checkpoint"

@@ -14,7 +14,7 @@ device/meter.py). Rows:
 [Note: trace file]
 JSON in the trace event format (https://ui.perfetto.dev, chrome://tracing): a complete event (`ph: X`) per span with `ts` and
 `dur` in microseconds, and names of rows (`ph: M`). On the compute row a wait lies inside the layer that waits, and everything
-lies inside its step.
+lies inside its step. Each rank is a process of the trace (`pid`).
 """
 
 from __future__ import annotations
@@ -102,10 +102,29 @@ def common(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
 # ---------------------------------------------------------------- traces
 
 
-def chrome_trace(spans: Sequence[Span], title: str) -> dict[str, Any]:
-    """The spans (at least one) as a trace whose process is called `title`; see [Note: trace file]."""
-    origin = min(span.start_s for span in spans)
-    events = [_metadata("process_name", 0, name=title)]
+def chrome_trace(spans: Sequence[Span], title: str, *others: Sequence[Span]) -> dict[str, Any]:
+    """The spans of a process (at least one) as a trace whose process is called `title`; see [Note: trace file].
+
+    Args:
+        spans: Of the process; of several ranks, those of rank 0.
+        title: The trace's title.
+        others: The spans of ranks 1, 2, ... of the same host, whose clock is the same.
+    """
+    origin = min(span.start_s for mine in (spans, *others) for span in mine)
+    if not others:
+        events = _process(spans, title, 0, origin)
+    else:
+        events = [
+            event
+            for rank, mine in enumerate((spans, *others))
+            for event in _process(mine, f"rank {rank}: {title}", rank, origin)
+        ]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _process(spans: Sequence[Span], title: str, rank: int, origin: float) -> list[dict[str, Any]]:
+    """The events of one process, which has the number `rank` + 1."""
+    events = [_metadata("process_name", 0, name=title), _metadata("process_sort_index", 0, sort_index=rank)]
     line = 0
     for name, rows in TRACE_ROWS.items():
         found = [span for span in spans if span.row in rows]
@@ -114,7 +133,7 @@ def chrome_trace(spans: Sequence[Span], title: str) -> dict[str, Any]:
             events.append(_metadata("thread_name", line, name=name if number == 0 else f"{name} {number + 1}"))
             events.append(_metadata("thread_sort_index", line, sort_index=line))
             events += [_event(span, line, origin) for span in (_nested(lane) if name == "compute" else lane)]
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    return [{**event, "pid": rank + 1} for event in events]
 
 
 def _metadata(kind: str, line: int, **values: object) -> dict[str, Any]:
@@ -167,8 +186,14 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    title = next(e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name")
+    places = [(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    line_of = {place: line for line, place in enumerate(places, 1)}
+    titles = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    several, title = len(titles) > 1, titles[0].removeprefix("rank 0: ")
+    rows = {line_of[e["pid"], e["tid"]]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    labels = [
+        f"rank {pid - 1} {rows[line_of[pid, tid]]}" if several else rows[line_of[pid, tid]] for pid, tid in places
+    ]
     figure = Figure(figsize=(15, 1.5 + 0.55 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -178,7 +203,8 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
         bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for event in trace["traceEvents"]:
             if event["ph"] == "X" and (event["cat"] if event["cat"] in heights else None) == category:
-                place = (event["tid"], _colour_name(event, rows))
+                line = line_of[event["pid"], event["tid"]]
+                place = (line, _colour_name(event, rows[line]))
                 bars.setdefault(place, []).append((event["ts"] / 1e6, max(event["dur"], 1.0) / 1e6))
         for (line, colour), pieces in bars.items():
             low, height = heights.get(category or "", (-0.35, 0.7))
@@ -186,7 +212,7 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
             edge = "white" if category == "compute" else face  # a thin bar is nothing but its edge
             drawn = axes.broken_barh(pieces, at, facecolors=face, edgecolor=edge, linewidth=0.4)
             seen.setdefault(colour, drawn)
-    axes.set_yticks(list(rows), list(rows.values()))
+    axes.set_yticks(list(rows), labels)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title)
@@ -198,9 +224,9 @@ def draw_trace(trace: dict[str, Any], path: Path) -> None:
         raise UserError(f"cannot be written: {error.strerror}", str(path), "give another place with --png") from None
 
 
-def _colour_name(event: dict[str, Any], rows: dict[int, str]) -> str:
+def _colour_name(event: dict[str, Any], row: str) -> str:
     if event["cat"] == "compute":
         return event["name"].split()[0] if event["name"].split()[0] in _COLOURS else "head"
     if event["cat"] in ("step", "wait"):
         return event["cat"]
-    return rows[event["tid"]].split()[0]
+    return row.split()[0]
