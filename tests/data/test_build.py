@@ -19,7 +19,8 @@ from megatrain.config.schema import SourceConfig
 from megatrain.data import build
 from megatrain.data import store as store_module
 from megatrain.data.build import EARLY_CHECK, Builder
-from megatrain.data.render import ChatRenderer, Encoder
+from megatrain.data.encoder import Encoder
+from megatrain.data.render import ChatRenderer
 from megatrain.data.specials import SpecialTokens
 from megatrain.data.store import TokenStore
 from megatrain.errors import UserError

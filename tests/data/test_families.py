@@ -21,7 +21,8 @@ from family_templates import (
     tokenizer_of,
     tools_of,
 )
-from megatrain.data.render import ChatRenderer, Encoder
+from megatrain.data.encoder import Encoder
+from megatrain.data.render import ChatRenderer
 from megatrain.data.samples import ChatSample, SampleRejected
 
 

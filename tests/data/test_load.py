@@ -107,7 +107,7 @@ def test_all_sources_are_checked_before_the_first_is_tokenized(tmp_path: Path, m
     good = _texts(tmp_path / "a.jsonl", 3)
     bad = _write(tmp_path / "b.jsonl", [{"body": "x"}]), _write(tmp_path / "c.jsonl", [{"headline": "x"}])
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain.data.render.Encoder.ids", lambda *_: pytest.fail("tokenized"))
+        patch.setattr("megatrain.data.encoder.Encoder.ids", lambda *_: pytest.fail("tokenized"))
         with pytest.raises(UserError, match=r"2 problems(?s:.*)the columns are body(?s:.*)the columns are headline"):
             _load(tmp_path, good, bad[0], val=ValConfig(sources=(SourceConfig(path=bad[1]),)))
     assert _load(tmp_path, good, _texts(tmp_path / "d.jsonl", 2))[0].stats.samples == 5

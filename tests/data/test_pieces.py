@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny_tokenizer as tiny
 from megatrain.data import pieces
+from megatrain.data.encoder import Encoder
 from megatrain.data.pieces import PIECE_CHARS, Cutter, candidates
-from megatrain.data.render import Encoder
 
 WORDS = "the weather in paris is sunny today and mild, with 12 tools: don't call __init__(self) twice!".split()
 _RANDOM = random.Random(0)

@@ -9,8 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import tiny_tokenizer as tiny
+from megatrain.data.encoder import Encoder
 from megatrain.data.formats import ChatSample, SampleRejected, find_reading
-from megatrain.data.render import ChatRenderer, Encoder, Rendered
+from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.errors import UserError
 
 CHAT = [("user", "What is one?"), ("assistant", "A number."), ("user", "And two?"), ("assistant", " Also\n a number ")]

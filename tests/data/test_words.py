@@ -10,7 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import tiny_tokenizer as tiny
-from megatrain.data.render import ChatRenderer, Encoder, Rendered
+from megatrain.data.encoder import Encoder
+from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.samples import ChatSample
 
 WORDS = [

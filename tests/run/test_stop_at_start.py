@@ -17,7 +17,7 @@ from counting import CountingEngine
 from megatrain.commands.main import main
 from megatrain.config.schema import RunConfig
 from megatrain.data import build
-from megatrain.data.render import Encoder
+from megatrain.data.encoder import Encoder
 from megatrain.engine.host import engine as engine_module
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.host.optimizer import HostOptimizer

@@ -29,10 +29,11 @@ from filelock import FileLock, Timeout
 from megatrain.config.schema import SourceConfig
 from megatrain.data import formats
 from megatrain.data.conversations import is_empty
+from megatrain.data.encoder import Encoder
 from megatrain.data.files import FileProgress, file_type, kind_of
 from megatrain.data.formats import ChatSample, PromptSample, Sample, SampleRejected, TextSample, TokenSample
 from megatrain.data.pieces import Piece
-from megatrain.data.render import ChatRenderer, Encoder, Rendered
+from megatrain.data.render import ChatRenderer, Rendered
 from megatrain.data.sources import Record, find_files, is_text, read_records, unit_of
 from megatrain.data.specials import SpecialTokens
 from megatrain.data.splits import Found

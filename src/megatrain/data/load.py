@@ -13,7 +13,8 @@ import numpy as np
 from megatrain.config.schema import DataConfig, SourceConfig
 from megatrain.data import packing
 from megatrain.data.build import Builder, Log
-from megatrain.data.render import ChatRenderer, Encoder
+from megatrain.data.encoder import Encoder
+from megatrain.data.render import ChatRenderer
 from megatrain.data.rows import PackedRows, RowGroup
 from megatrain.data.specials import SpecialTokens
 from megatrain.data.store import TokenStore
