@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from megatrain.commands.main import main
 from megatrain.machine.doctor import Surroundings, doctor, findings, table
 from megatrain.machine.machine import load_machine
-from megatrain.machine.probe import Link
+from megatrain.machine.system import Link
 
 HEALTHY = load_machine(Path(__file__).parents[2] / "docs/machines/h200.yaml")
 AROUND = Surroundings(
@@ -52,6 +52,13 @@ def test_a_healthy_machine_has_no_findings() -> None:
         ({"pin_limit_gib": 8.0}, {"locked_limit": 8 << 30}, ["ulimit -l: 8.00 GiB"]),
         ({"attention_ms": {}}, {}, ["no fused attention"]),
         ({"disk_write_gbps": 0.1}, {}, ["takes 16 minutes", "run.dir"]),
+        (
+            {"gpus": 2, "gpu_link_gbps": {0: 50.0, 1: 51.0}, "all_gpus_gbps": 26.0},
+            {},
+            ["26 GB/s each way while all 2 GPUs copy, 50 alone", "PCIe switch"],
+        ),
+        ({"gpus": 2, "gpu_link_gbps": {0: 50.0, 1: 25.0}}, {}, ["GPU 1 copies at 25", "all ranks wait"]),
+        ({"gpus": 2}, {"no_peer_access": [(0, 1)]}, ["no peer access between GPUs 0 and 1", "host memory"]),
     ],
 )
 def test_a_finding_names_its_cause_and_remedy(machine: dict, around: dict, words: list[str]) -> None:
@@ -71,6 +78,14 @@ def test_the_table_shows_every_figure() -> None:
         "no limit met",
     ):
         assert part in text
+
+
+def test_the_table_of_several_gpus() -> None:
+    machine = replace(HEALTHY, gpus=2, peer_gbps=230.0, gpu_link_gbps={0: 50.0, 1: 51.0}, all_gpus_gbps=44.0)
+    text = "\n".join(table(machine, replace(AROUND, gpu_nodes={0: 0, 1: None}, no_peer_access=[(0, 1)])))
+    for part in ("230 GB/s", "peer access not 0-1", "GPU 0: 0, GPU 1: ?", "50.0, 51.0 GB/s each way alone, 44.0 all"):
+        assert part in text
+    assert "other GPUs" not in "\n".join(table(HEALTHY, AROUND))
 
 
 def test_the_command_measures_this_machine_and_caches_the_figures(

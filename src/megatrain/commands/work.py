@@ -21,6 +21,7 @@ from megatrain.engine.mesh import launch
 from megatrain.engine.parity_check import token_wise
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import UserError
+from megatrain.machine.gpus import stay_near_gpu
 from megatrain.machine.machine import Machine, load_machine
 from megatrain.machine.probe import probe
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
@@ -147,6 +148,8 @@ class Work:
     def engine(self, folder: Path, plan: ExecutionPlan, init: Literal["random", "empty"] = "random") -> HostEngine:
         optim = AdamW(learning_rate=1e-5, max_grad_norm=1.0 if plan.gradient_plane else None)
         group = dist.group.WORLD if self.ranks > 1 else None
+        if group is not None:
+            stay_near_gpu(torch.device(self.device_here), launch.local_world_size())
         return HostEngine(folder, plan, device=self.device_here, optim=optim, verify="never", init=init, group=group)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import io
 import os
 import resource
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
 from ruamel.yaml import YAML
 
+from megatrain.machine.gpus import equal_gpus, pairs_without_peer_access
 from megatrain.machine.machine import Machine
-from megatrain.machine.probe import Link, bus_id, cache_file, cpu_quota, device_link, gpu_of, is_wsl, node_cpus, probe
+from megatrain.machine.probe import cache_file, gpu_of, probe
+from megatrain.machine.system import Link, bus_id, cpu_quota, device_link, device_node, is_wsl, node_cpus
 from megatrain.optim.adamw import AdamW
 from megatrain.units import GIB
 
@@ -38,6 +40,8 @@ class Surroundings:
     locked_limit: int | None  # `ulimit -l` in bytes, None without a limit
     wsl: bool  # Linux inside Windows
     disk_free_bytes: int  # where runs are written
+    gpu_nodes: Mapping[int, int | None] = field(default_factory=dict)  # NUMA node of each GPU like this one, by index
+    no_peer_access: Sequence[tuple[int, int]] = ()  # pairs of these GPUs whose copies pass through the host
 
     @property
     def quota_binds(self) -> bool:
@@ -73,6 +77,7 @@ def machine_yaml(machine: Machine) -> str:
 
 
 def surroundings(gpu: torch.device | None, folder: Path) -> Surroundings:
+    gpus = equal_gpus(gpu) if gpu is not None else []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # CUDA's pinned memory is exempt on most systems
     return Surroundings(
         all_cores=os.cpu_count() or 1,
@@ -84,6 +89,8 @@ def surroundings(gpu: torch.device | None, folder: Path) -> Surroundings:
         locked_limit=None if locked == resource.RLIM_INFINITY else locked,
         wsl=is_wsl(),
         disk_free_bytes=psutil.disk_usage(str(folder)).free,
+        gpu_nodes={each.index: device_node(bus_id(each)) for each in gpus},
+        no_peer_access=pairs_without_peer_access(gpus),
     )
 
 
@@ -109,10 +116,7 @@ def table(machine: Machine, around: Surroundings) -> list[str]:
         rows += [
             ("device memory", f"{machine.device_gib:.1f} GiB, {machine.device_bandwidth_gbps:.0f} GB/s"),
             ("link", f"{machine.link or 'unknown'}: {copies}"),
-            *(
-                [("other GPUs", f"{machine.gpus - 1}; {machine.peer_gbps:.0f} GB/s from them in collectives")]
-                * (machine.gpus > 1)
-            ),
+            *_rows_of_gpus(machine, around),
             ("AdamW while streaming", f"{streaming:.2f} G parameters/s" if streaming else "not measured"),
             ("AdamW on the GPU", f"{machine.device_adamw_gparams:.0f} G parameters/s"),
             ("matrix products", f"{machine.matrix_tflops:.0f} TFLOP/s in bf16"),
@@ -123,11 +127,27 @@ def table(machine: Machine, around: Surroundings) -> list[str]:
     return [machine.name, *(f"  {name:{width}}  {text}" for name, text in rows)]
 
 
+def _rows_of_gpus(machine: Machine, around: Surroundings) -> list[tuple[str, str]]:
+    """Rows about several equal GPUs."""
+    if machine.gpus == 1:
+        return []
+    blind = ", ".join(f"{one}-{other}" for one, other in around.no_peer_access)
+    peers = (
+        f"{machine.peer_gbps:.0f} GB/s from them in collectives; peer access {f'not {blind}' if blind else 'to all'}"
+    )
+    nodes = ", ".join(f"GPU {gpu}: {'?' if node is None else node}" for gpu, node in around.gpu_nodes.items())
+    rows = [("other GPUs", f"{machine.gpus - 1}; {peers}"), ("nodes of GPUs", nodes or "unknown")]
+    if machine.all_gpus_gbps is not None:
+        alone = ", ".join(f"{rate:.1f}" for _, rate in sorted(machine.gpu_link_gbps.items()))
+        rows.append(("links of all GPUs", f"{alone} GB/s each way alone, {machine.all_gpus_gbps:.1f} all at once"))
+    return rows
+
+
 def findings(machine: Machine, around: Surroundings) -> list[str]:
     """The machine's problems, each with its cause and a remedy. Pure."""
     found = [*_core_findings(machine, around), *_memory_findings(machine, around)]
     if machine.device_gib > 0:
-        found += _device_findings(machine, around)
+        found += [*_device_findings(machine, around), *_findings_of_gpus(machine, around)]
     if 0 < machine.disk_write_gbps < 0.3:
         found.append(
             f"the disk writes {machine.disk_write_gbps:.2f} GB/s: a checkpoint of 8 B parameters (96 GB) takes "
@@ -206,5 +226,28 @@ def _device_findings(machine: Machine, around: Surroundings) -> list[str]:
     if not machine.attention_ms:
         found.append(
             "no fused attention backend works for 32 heads of 128 in bf16: long rows will be slow and need much memory"
+        )
+    return found
+
+
+def _findings_of_gpus(machine: Machine, around: Surroundings) -> list[str]:
+    found = []
+    rates = machine.gpu_link_gbps
+    if machine.all_gpus_gbps is not None and rates and machine.all_gpus_gbps < 0.8 * min(rates.values()):
+        found.append(
+            f"a GPU's copies reach {machine.all_gpus_gbps:.0f} GB/s each way while all {machine.gpus} GPUs copy, "
+            f"{min(rates.values()):.0f} alone: they share a PCIe switch or the host's memory bandwidth; plans count with it"
+        )
+    if rates and min(rates.values()) < 0.8 * max(rates.values()):
+        slowest = min(rates, key=lambda gpu: rates[gpu])
+        found.append(
+            f"GPU {slowest} copies at {rates[slowest]:.0f} GB/s each way, another at {max(rates.values()):.0f}: "
+            "a narrower slot, or memory on another NUMA node; all ranks wait for it"
+        )
+    if around.no_peer_access:
+        one, other = around.no_peer_access[0]
+        found.append(
+            f"no peer access between GPUs {one} and {other}: collectives pass through host memory "
+            "(consumer cards, or IOMMU and PCIe access control of a virtual machine)"
         )
     return found

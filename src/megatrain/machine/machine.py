@@ -24,7 +24,7 @@ SHORT_ROW, LONG_ROW = 1024, 32768
 LARGEST = 1e15
 """Upper bound of every figure, whatever its unit, so that it can be converted to bytes and compared."""
 TEXTS = ("name", "link", "versions")
-MAPS = ("adamw_gparams", "attention_ms")
+MAPS = ("adamw_gparams", "attention_ms", "gpu_link_gbps")
 MAY_BE_ZERO = (
     "device_gib", "host_gib", "disk_write_gbps", "disk_read_gbps", "numa_nodes", "device_node", "pin_limit_gib"
 )  # fmt: skip
@@ -58,8 +58,17 @@ class Machine:
     pin_limit_gib: float | None = None  # most memory that a process may pin; None if no limit was met
     gpus: int = 1  # equal GPUs of this host; the rates above are those of one, host figures those of the whole host
     peer_gbps: float = 20.0  # what a GPU receives from the others in collectives; about 230 over NVLink
+    gpu_link_gbps: Mapping[int, float] = field(default_factory=dict)  # as both_gbps, of each GPU alone, by its index
+    all_gpus_gbps: float | None = None  # as both_gbps, of the slowest GPU while all copy; None: not measured
     link: str = ""  # of the GPU, as the system describes it: `PCIe 5 x16`
     versions: str = ""  # torch and CUDA used for measuring
+
+    def link_gbps(self, ranks: int) -> tuple[float, float]:
+        """(copies to a GPU alone, copies in each direction at once), while `ranks` GPUs of this host copy."""
+        share = 1.0
+        if self.all_gpus_gbps is not None and ranks > 1:  # what all GPUs reach together bounds what fewer reach
+            share = min(1.0, self.all_gpus_gbps * self.gpus / ranks / self.both_gbps)
+        return share * self.h2d_gbps, share * self.both_gbps
 
     @property
     def threads(self) -> int:

@@ -10,13 +10,11 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,10 +23,12 @@ from megatrain.device.allocator import configure_allocator
 from megatrain.device.attention import elapsed_ms, measured_backends
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import Arena, PinRefused
-from megatrain.host_memory.available import available_host_bytes, read_kernel_file
+from megatrain.host_memory.available import available_host_bytes
 from megatrain.host_memory.layout import FlatLayout
 from megatrain.host_memory.store import UnitPlanes
+from megatrain.machine.gpus import facts_of_gpus
 from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
+from megatrain.machine.system import bus_id, device_link, device_node, node_cpus, usable_cores
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import Segment, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater
@@ -37,20 +37,13 @@ from megatrain.units import GIB
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Version of the measurements; figures cached by another version are measured again."""
 COPY_BYTES = 1 << 30
 ADAMW_ELEMENTS = 1 << 26
 DISK_BYTES = 1 << 30
 THREADS = (1, 2, 4, 8, 16, 32, 64, 128)
-PEER_SHARE = 0.6
-"""Rate at which a GPU receives in collectives, relative to a plain copy from another GPU (two H200: 230 of 380 GB/s)."""
 MATRIX_SIZES = ((8192, 8192, 8192), (16384, 4096, 12288))
-SYS = Path("/sys")
-GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
-"""Transfer rate of a PCIe lane [GT/s] -> PCIe generation."""
-USABLE_GBPS = {1: 0.2, 2: 0.4, 3: 0.8, 4: 1.6, 5: 3.3, 6: 6.5}
-"""Rate of one lane in large pinned copies, protocol overhead deducted [GB/s], by generation."""
 
 
 def probe(device: str | torch.device = "auto", *, disk_folder: Path | None = None) -> Machine:
@@ -105,7 +98,7 @@ def measure(gpu: torch.device | None, disk_folder: Path) -> Machine:
     if gpu is not None:
         facts |= _link_facts(gpu, COPY_BYTES, functools.partial(rate, max(adamw, key=lambda count: adamw[count])))
         facts |= _device_facts(gpu, ADAMW_ELEMENTS, COPY_BYTES)
-        facts |= _peer_facts(gpu, COPY_BYTES // 4)
+        facts |= facts_of_gpus(gpu, COPY_BYTES // 4)
         facts["name"] = f"{torch.cuda.get_device_name(gpu)}, {cores} cores, {facts['host_gib']:.0f} GiB"
     return machine_from(facts, "the probe")
 
@@ -217,40 +210,6 @@ def _device_facts(gpu: torch.device, elements: int, nbytes: int) -> dict[str, ob
     return facts
 
 
-def _peer_facts(gpu: torch.device, nbytes: int) -> dict[str, object]:
-    """The number of GPUs like this one, and what it receives from another; nothing where it is alone."""
-    name = torch.cuda.get_device_name(gpu)
-    others = [i for i in range(torch.cuda.device_count()) if i != gpu.index and torch.cuda.get_device_name(i) == name]
-    if not others:
-        return {}
-    other = torch.device("cuda", others[0])
-    rate = nbytes / 1e9 / _copy_seconds(gpu, other, nbytes)
-    for device in (gpu, other):
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
-    return {"gpus": 1 + len(others), "peer_gbps": round(PEER_SHARE * rate, 1)}
-
-
-def _copy_seconds(target: torch.device, source: torch.device, nbytes: int) -> float:
-    """Seconds of a copy from one GPU to another."""
-    to = torch.empty(nbytes, dtype=torch.uint8, device=target)
-    from_ = torch.ones(nbytes, dtype=torch.uint8, device=source)
-
-    def copy() -> None:
-        to.copy_(from_)
-        torch.cuda.synchronize(source)
-        torch.cuda.synchronize(target)
-
-    return seconds_of(copy)
-
-
-def bus_id(gpu: torch.device) -> str:
-    """PCI address of a CUDA device in the system's spelling."""
-    properties = torch.cuda.get_device_properties(gpu)
-    domain = getattr(properties, "pci_domain_id", 0)
-    return f"{domain:04x}:{getattr(properties, 'pci_bus_id', 0):02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
-
-
 def _link_facts(gpu: torch.device, nbytes: int, adamw_rate: Callable[[], float]) -> dict[str, object]:
     """Free memory, link rates, the rate of AdamW on the host while weights stream, and the pinning limit."""
     free, total = torch.cuda.mem_get_info(gpu)
@@ -344,91 +303,6 @@ def sustained_seconds(run: Callable[[], object], device: torch.device, times: in
     run()
     run()
     return (elapsed_ms(all_of_them) / 1e3 if device.type == "cuda" else seconds_of(all_of_them, 1)) / times
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Facts that the operating system knows
-
-
-@dataclass(frozen=True)
-class Link:
-    """A GPU's PCIe link: the lanes in use, and the most that the card supports."""
-
-    generation: int
-    lanes: int
-    most_lanes: int
-
-    def __str__(self) -> str:
-        return f"PCIe {self.generation} x{self.lanes}"
-
-    @property
-    def usable_gbps(self) -> float:
-        """Rate of large pinned copies in one direction."""
-        return USABLE_GBPS.get(self.generation, 0.0) * self.lanes
-
-
-def usable_cores(*, cgroup: Path = SYS / "fs/cgroup") -> int:
-    """Cores that this process may use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota(cgroup)
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
-
-
-def cpu_quota(cgroup: Path = SYS / "fs/cgroup") -> float | None:
-    """CPU quota of the container in cores, None without a limit."""
-    words = read_kernel_file(cgroup / "cpu.max").split()
-    if len(words) == 2 and words[0].isdigit():
-        return int(words[0]) / int(words[1])
-    quota, period = (read_kernel_file(cgroup / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def node_cpus(*, root: Path = SYS) -> dict[int, set[int]]:
-    """NUMA node -> its cores. A single node with all cores if the system does not tell."""
-    folders = sorted((root / "devices/system/node").glob("node[0-9]*"))
-    nodes = {int(f.name.removeprefix("node")): cpu_list(read_kernel_file(f / "cpulist")) for f in folders}
-    return {node: cpus for node, cpus in nodes.items() if cpus} or {0: set(range(os.cpu_count() or 1))}
-
-
-def cpu_list(text: str) -> set[int]:
-    """Parse the kernel's notation of a CPU set: `0-3,8` is {0, 1, 2, 3, 8}."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def pci_folder(bus_id: str, root: Path) -> Path:
-    """Sysfs folder of a device by bus id, `0000:17:00.0` or in CUDA's form `00000000:17:00.0`. It may not exist."""
-    domain, _, rest = bus_id.lower().partition(":")
-    return root / "bus/pci/devices" / f"{domain[-4:]}:{rest}"
-
-
-def device_node(bus_id: str, *, root: Path = SYS) -> int | None:
-    """NUMA node of a PCI device, None if unknown."""
-    text = read_kernel_file(pci_folder(bus_id, root) / "numa_node").strip()
-    return int(text) if text.isdigit() else None
-
-
-def device_link(bus_id: str, *, root: Path = SYS) -> Link | None:
-    """PCIe link of a device, None if unknown.
-
-    An idle link may run at a lower rate than under load, so the generation is the highest that device and port both support.
-    """
-    folder = pci_folder(bus_id, root)
-    speeds = [read_kernel_file(place / "max_link_speed").split(" ") for place in (folder, folder.resolve().parent)]
-    known = [GENERATIONS[rate] for words in speeds if (rate := words[0].removesuffix(".0")) in GENERATIONS]
-    lanes, most = (read_kernel_file(folder / f"{which}_link_width").strip() for which in ("current", "max"))
-    if not known or not lanes.isdigit() or not most.isdigit():
-        return None
-    return Link(min(known), int(lanes), int(most))
-
-
-def is_wsl(*, version: Path = Path("/proc/version")) -> bool:
-    """Whether this is WSL, which can pin only part of its memory."""
-    return "microsoft" in read_kernel_file(version).lower()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

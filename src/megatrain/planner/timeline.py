@@ -203,7 +203,7 @@ class _Pipeline:
         self.layers = [kinds[shape.groups[i], policy] for i, policy in enumerate(choice.policies)]
         self.head_s = head_seconds(shape, machine, options, cut)
         self.hidden_bytes = cut.tokens * shape.hidden * options.compute_bytes
-        self.one_way, self.both = machine.h2d_gbps * 1e9, machine.both_gbps * 1e9
+        self.one_way, self.both = (rate * 1e9 for rate in machine.link_gbps(options.ranks))
         if options.staged:  # a thread copies into the staging buffer at the host's speed
             self.one_way = self.both = min(self.both, machine.host_bandwidth_gbps * 1e9 / 6)
         others = (options.ranks - 1) / options.ranks / (machine.peer_gbps * 1e9)  # s per byte of a whole unit

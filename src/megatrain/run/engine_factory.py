@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from megatrain.engine.mesh import launch
 from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import Problems, UserError
+from megatrain.machine.gpus import stay_near_gpu
 from megatrain.machine.probe import known_machine, probe
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
 from megatrain.models.structure import dissect
@@ -141,6 +141,7 @@ def _make_host_engine(
     given = _common(run, weights)
     if group is not None:
         given["device"] = launch.device_of_rank(run.run.device)
+        stay_near_gpu(given["device"], launch.local_world_size())
     engine = HostEngine(
         model_folder,
         shapes.on(_host_plan(run, model_folder, for_training, made, restarts), run),
@@ -340,7 +341,7 @@ def advice_on_layout(run: RunConfig, *, measure: bool) -> list[str]:
     if machine is None or not machine.device_gib:
         return []
     world = launch.world_size()
-    return faster_than_layout(run, machine, world, per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return faster_than_layout(run, machine, world, per_node=launch.local_world_size())
 
 
 def _gpu_bytes(run: RunConfig) -> int | None:

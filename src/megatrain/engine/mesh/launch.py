@@ -54,6 +54,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Number of processes on this host; all of them if torchrun does not tell."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def rank() -> int:
     """This process's number, known before any process group exists."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
