@@ -125,6 +125,7 @@ ONE_PROCESS: dict[str, Row] = {
     "constant, by epochs": Row("--schedule.kind=constant --schedule.steps=null --schedule.epochs=0.5"),
     "pinned": Row("--memory.pin=all --memory.weight_slots=3 --memory.gradient_slabs=2"),
     "staged": Row("--memory.pin=staged"),
+    "a slot for each layer": Row("--memory.weight_slots=all"),
     "no gradient plane": Row("--memory.gradient_plane=false --optim.max_grad_norm=null", "like", "no clipping"),
     "limits of memory": Row(
         "--memory.host_gib=1 --memory.device_gib=1 --memory.device_fraction=0.5 --memory.host_reserve_gib=0.01"

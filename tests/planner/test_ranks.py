@@ -31,21 +31,24 @@ def tiny() -> Any:
     return families.build(families.BY_NAME["qwen3"], seed=1, tie=False)
 
 
-def measured(resident: tuple[str, ...]) -> dict[str, int]:
+def measured(resident: tuple[str, ...], slots: int | str) -> dict[str, int]:
     with host_engine(
-        tiny(), device="cpu", verify="never", compute_dtype="bf16", threads=1, resident=resident, group=dist.group.WORLD
-    ) as engine:
+        tiny(), device="cpu", verify="never", compute_dtype="bf16", threads=1, resident=resident, group=dist.group.WORLD,
+        weight_slots=slots,
+    ) as engine:  # fmt: skip
         return engine.memory()
 
 
-@pytest.mark.parametrize("resident_layers", [0, 1])
-def test_bytes_of_a_rank_by_formula_are_those_of_the_engine(resident_layers):
+@pytest.mark.parametrize(("resident_layers", "slots"), [(0, 2), (1, 2), (None, "all")])
+def test_bytes_of_a_rank_by_formula_are_those_of_the_engine(resident_layers, slots):
     """But for what padding and pages add, which is most of a tiny model's: at most a page a plane and unit."""
     shape = shape_of_structure(dissect(tiny()), "tiny")
-    choice = Choice(resident_layers, False, False, ("recompute",) * shape.depth, 0, 1, 4, 1024)
+    resident_layers = shape.depth if resident_layers is None else resident_layers
+    policies = ("recompute",) * shape.depth
+    choice = Choice(resident_layers, False, False, policies, 0, 1, 4, 1024, replicated=slots == "all")
     options = Options(ranks=2)
     resident = tuple(f"layer.{i}" for i in range(resident_layers))
-    found = mesh_ranks.run(2, measured, resident)
+    found = mesh_ranks.run(2, measured, resident, slots)
     assert found[0] == found[1]
     memory, step = found[0], StepSize(4, 32)
     host, device = host_lines(shape, step, options, choice), device_peak(shape, step, options, choice).lines
@@ -58,8 +61,8 @@ def test_bytes_of_a_rank_by_formula_are_those_of_the_engine(resident_layers):
         (line,) = (size for name, size in host.items() if name.startswith(f"{kind}:"))
         assert near(memory[f"host_{kind}"], line, page), (kind, memory, host)
     padding = 2 * 256 * 16  # bytes of a padded unit's tail, at most
-    slots = sum(size for name, size in device.items() if "weight slots" in name or name.startswith("weights of"))
-    assert near(memory["device_slots"], slots, 4 * padding)
+    in_slots = sum(size for name, size in device.items() if "weight slots" in name or name.startswith("weights of"))
+    assert near(memory["device_slots"], in_slots, (2 + options.slots(choice, shape.depth)) * padding)
     assert near(memory["device_gradients"], device["gradient staging"], 2 * padding)
     held = sum(size for name, size in device.items() if name.startswith("resident"))
     assert near(memory["device_resident"], held, 14 * padding * resident_layers)
@@ -80,6 +83,23 @@ def test_two_gpus_are_planned_as_measured_ones_behave(tmp_path):
     assert "2 GPUs, one process each, with 32 rows of the step and 1/2 of the state" in text
     slow = plan_step(shape, replace(machine, peer_gbps=8.0), StepSize(64, 1024), caps, Options(ranks=2))
     assert slow.seconds > 1.02 * two.seconds
+
+
+def test_small_models_are_replicated_where_that_is_faster(tmp_path):
+    """Their weights are gathered once a step. A user may refuse it; it is not planned where nothing is gathered or fits."""
+    machine = replace(load_machine(MACHINES / "h200-1536gib.yaml"), peer_gbps=20.0)
+    shape = shape_of_structure(structure_of(folder_of("qwen3-0.6b", tmp_path), torch.bfloat16), "0.6b")
+
+    def made(ranks: int, slots: Any = "auto", device_gib: int = 130) -> Any:
+        caps = replace(caps_for(machine), device_bytes=device_gib << 30)
+        return plan_step(shape, machine, StepSize(64, 1024), caps, Options(ranks=ranks, weight_slots=slots))
+
+    two, gathered, one = made(2), made(2, 2), made(1)
+    assert two.choice.replicated and two.execution.weight_slots == "all" and two.all_resident
+    assert not gathered.choice.replicated and gathered.execution.weight_slots == 2
+    assert two.seconds < gathered.seconds and two.device_bytes > gathered.device_bytes - (1 << 30)
+    assert not one.choice.replicated and one.execution.weight_slots == 2
+    assert not made(2, device_gib=6).choice.replicated
 
 
 @pytest.mark.parametrize("name", ["h200x8-2tib.yaml", "rtx4090x4-512gib.yaml"])

@@ -288,7 +288,11 @@ class MemoryConfig(Section):
         "all: pin all planes; staged: keep planes pageable and copy through pinned staging buffers; auto: all "
         "where the system allows it",
     )
-    weight_slots: Annotated[Int, Field(ge=2)] = key(2, "device buffers for layer weights")
+    weight_slots: Literal["auto", "all"] | Annotated[Int, Field(ge=2)] = key(
+        "auto",
+        "device buffers that layer weights stream through; all: one for each layer, so that weights are loaded or gathered once "
+        "a step; auto: 2, and all on several GPUs where it is planned to be faster",
+    )
     gradient_slabs: Annotated[Int, Field(ge=1)] = key(12, "pinned host buffers for gradients in flight")
     gradient_plane: StrictBool = key(
         True,

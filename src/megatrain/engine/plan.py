@@ -96,7 +96,8 @@ class ExecutionPlan:
         microbatch_rows: Rows that a layer computes together; None: as many as hold 16,384 tokens.
         accumulation_steps: Passes over the layers per step; their gradients are summed in fp32 on the host.
         head_chunk_tokens: Target tokens whose logits exist at the same time; None: as many as fit 3 GiB.
-        weight_slots: Device buffers that layers stream through (>= 2). With one per layer, weights stay for the whole step.
+        weight_slots: Device buffers that layers stream through (>= 2); `all`: one for each layer, so that weights are loaded, or
+            gathered from the ranks, once after each update. With resident units on several ranks it is a replica of the model.
         gradient_slabs: Pinned host buffers for gradients that do not go straight into a gradient plane.
         gradient_plane: Hold a step's gradients on the host until their norm is known. False fuses AdamW with their arrival:
             2 bytes a parameter less, but no clipping, no accumulation, and a non-finite step stops the run.
@@ -127,7 +128,7 @@ class ExecutionPlan:
     microbatch_rows: int | None = None
     accumulation_steps: int = 1
     head_chunk_tokens: int | None = None
-    weight_slots: int = 2
+    weight_slots: int | Literal["all"] = 2
     gradient_slabs: int = 12
     gradient_plane: bool = True
     pin: Literal["auto", "all", "staged"] = "auto"
@@ -146,7 +147,7 @@ class ExecutionPlan:
         problems = [
             f"{name} = {value} is below {least}"
             for name, least in _LEAST.items()
-            if (value := getattr(self, name)) is not None and value < least
+            if (value := getattr(self, name)) not in (None, "all") and value < least
         ]
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             problems.append(f"threads = {self.threads} is not between 1 and {MOST_THREADS}")
@@ -213,6 +214,7 @@ class ExecutionPlan:
             placement={name: placement.get(name, "host") for name in units},
             activations={layer: policies.get(layer, "recompute") for layer in layers},
             offload_input=offload,
+            weight_slots=max(2, len(layers)) if self.weight_slots == "all" else self.weight_slots,
             head_chunk_tokens=self.head_chunk_tokens or head_chunk_tokens_of(vocabulary, self.compiled),
         )
 
@@ -260,11 +262,13 @@ class ExecutionPlan:
     def reduced(self, shortage: Shortage) -> ExecutionPlan | None:
         """The next plan that computes the same sums with less device memory; None where there is none.
 
-        What costs least comes first: recompute instead of held activations; half the rows per microbatch; half the tokens per
-        head chunk; MLPs in chunks of tokens (a quarter of the row, then halves); inputs offloaded; twice the accumulation
-        steps; half as many resident units.
+        What costs least comes first: two weight slots; recompute instead of held activations; half the rows per microbatch; half
+        the tokens per head chunk; MLPs in chunks of tokens (a quarter of the row, then halves); inputs offloaded; twice the
+        accumulation steps; half as many resident units.
         """
         shape, rows = shortage.shape, shortage.rows
+        if self.weight_slots != 2:
+            return replace(self, weight_slots=2)
         if shortage.training and shape.policies:
             assert isinstance(self.activations, Mapping)
             return replace(self, activations=dict.fromkeys(self.activations, "recompute"))

@@ -89,6 +89,8 @@ def keep(request: PlanRequest, run: RunConfig, then: Mapping[str, Any]) -> Kept:
     if changed & set(WHOLE):
         return Kept(None, tuple(remarks), old)
     given = {field: getattr(request.options, field) for field, key in CUT.items() if key in changed}
+    if "memory.weight_slots" in changed:
+        old = replace(old, replicated=request.options.weight_slots == "all")
     wanted = replace(old, **{field: value for field, value in given.items() if value is not None})
     searched = changed - {*CUT.values(), "memory.weight_slots", "memory.gradient_slabs"}
     if not searched and None not in given.values():
@@ -155,6 +157,8 @@ def differences(old: Choice, new: Choice) -> list[str]:
         found.append(f"activations: other policies for {moved} of {len(old.policies)} layers")
     if old.offloaded != new.offloaded:
         found.append(f"offloaded inputs: {old.offloaded} -> {new.offloaded} layers")
+    if old.replicated != new.replicated:
+        found.append(f"weight slots for all layers: {_text(old.replicated)} -> {_text(new.replicated)}")
     resident = [(c.resident_layers, c.resident_embedding, c.resident_head) for c in (old, new)]
     if resident[0] != resident[1]:
         found.append(f"resident layers: {old.resident_layers} -> {new.resident_layers}")

@@ -137,7 +137,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
     cut = Cut.of(step, choice)
     passing = shape.layers[0 if options.passes(True) else choice.resident_layers :]
     widest = max(passing, default=0)
-    slots = min(options.weight_slots, max(2, len(passing))) if passing else 2
+    slots = options.slots(choice, len(passing))
     edges = shape.embedding * options.passes(choice.resident_embedding)
     edges += shape.head * options.passes(choice.resident_head)
     resident = choice.resident_elements(shape) / options.ranks

@@ -93,7 +93,7 @@ class Options:
     head_chunk_tokens: int | None = None
     mlp_chunk_tokens: int | None = None  # tokens that a token-wise MLP computes together
     segment: int = 1  # K keeps the input of every K-th layer only
-    weight_slots: int = 2
+    weight_slots: int | Literal["auto", "all"] = "auto"  # all: one for each layer
     gradient_slabs: int = 12
     staged: bool = False  # planes are not pinned; copies go through two pinned buffers
     threads: int | None = None  # AdamW threads of a rank
@@ -114,6 +114,11 @@ class Options:
     def passes(self, is_resident: bool) -> bool:
         """Whether a unit passes through a weight slot: resident units do, too, where each rank holds a shard of them."""
         return self.ranks > 1 or not is_resident
+
+    def slots(self, choice: Choice, passing: int) -> int:
+        """Weight slots where `passing` layers pass through them."""
+        most = self.weight_slots if isinstance(self.weight_slots, int) else 2
+        return max(2, passing) if choice.replicated else min(most, max(2, passing))
 
     @property
     def slot_bytes(self) -> int:
@@ -142,7 +147,7 @@ class Options:
             microbatch_rows=self.microbatch_rows,
             accumulation_steps=self.accumulation_steps or 1,
             head_chunk_tokens=self.head_chunk_tokens,
-            weight_slots=self.weight_slots,
+            weight_slots=2 if self.weight_slots == "auto" else self.weight_slots,
             gradient_slabs=self.gradient_slabs,
             gradient_plane=self.gradient_plane,
             compile="auto" if self.compiled else "off",
@@ -178,6 +183,8 @@ class Choice:
     mlp_chunk_tokens: int | None = (
         None  # tokens that an MLP and the final norm compute together; None: a whole microbatch
     )
+
+    replicated: bool = False  # a weight slot for each layer: weights are loaded or gathered once after an update
 
     def resident_elements(self, shape: ModelShape) -> int:
         edges = shape.embedding * self.resident_embedding + shape.head * self.resident_head
@@ -283,6 +290,7 @@ class Plan:
             accumulation_steps=choice.accumulation_steps,
             head_chunk_tokens=choice.head_chunk_tokens,
             threads=self.threads,
+            **({"weight_slots": "all"} if choice.replicated else {}),
         )
 
     def as_dict(self) -> dict[str, Any]:

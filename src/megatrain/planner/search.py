@@ -4,9 +4,10 @@ It tries numbers of resident layers, resident edges, accumulation steps, microba
 rest follows by rule. Layer inputs are offloaded as far as necessary, or all of them. Device memory that is left is filled with
 activations: `selective` layers first (they save most time per byte), then `keep`; late layers first, because they free theirs
 first. Where rows are so long that MLPs run in chunks of tokens, attention is most of the work, and layers keep their attention
-instead. The number of resident layers is tried coarsely, then finely around the best. More accumulation steps are tried only
-while fewer leave something to gain. Of plans that differ by less than the prediction's accuracy, the one with the most resident
-units is taken, because it depends least on the link and the CPU.
+instead. Where all layers are resident shards of several ranks, each rank may hold their whole weights, too. The number of
+resident layers is tried coarsely, then finely around the best. More accumulation steps are tried only while fewer leave something
+to gain. Of plans that differ by less than the prediction's accuracy, the one with the most resident units is taken, because it
+depends least on the link and the CPU.
 """
 
 from __future__ import annotations
@@ -158,6 +159,10 @@ class Search:
             if filled is None:
                 continue
             yield Candidate(filled, self._timeline(filled, HOST_SHARE))
+            if layers == self.shape.depth and self.options.weight_slots == "auto" and self.options.ranks > 1:
+                whole = self._filled(replace(base, replicated=True))
+                if whole is not None:
+                    yield Candidate(whole, self._timeline(whole, HOST_SHARE))
             if self._may_offload and not filled.offloaded and set(filled.policies) != {"keep"}:
                 lighter = self._filled(replace(base, offloaded=self.shape.depth))
                 if lighter is not None:
@@ -188,6 +193,7 @@ class Search:
                 microbatch_rows=microbatch_rows,
                 head_chunk_tokens=head_tokens,
                 mlp_chunk_tokens=self._mlp_chunk(accumulation_steps, microbatch_rows),
+                replicated=options.weight_slots == "all",
             )
 
     def _accumulation_steps(self) -> list[int]:

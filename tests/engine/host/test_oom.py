@@ -73,7 +73,8 @@ def reductions(plan: ExecutionPlan, rows: int, tokens: int, **situation: bool) -
 
 
 def test_the_cheapest_reduction_comes_first() -> None:
-    assert reductions(plan_of_layers(resident=3), rows=4, tokens=9000) == [
+    assert reductions(plan_of_layers(resident=3, weight_slots=4), rows=4, tokens=9000) == [
+        "memory.weight_slots: 2",
         "activations.policy: recompute",
         "batch.microbatch_rows: 2",
         "batch.microbatch_rows: 1",
@@ -363,7 +364,7 @@ def test_the_keys_under_ladder_are_part_of_the_checkpoint_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of an earlier version, or of a newer one with more keys, reduces the plan as its own run had."""
-    with engine_of(microbatch_rows=4) as engine:
+    with engine_of(microbatch_rows=4, weight_slots=3) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(OomRecovery, "as_dict", lambda _: {**LADDER, "of a newer version": 1})
             engine.save(tmp_path / "one")
@@ -371,6 +372,7 @@ def test_the_keys_under_ladder_are_part_of_the_checkpoint_format(
         engine.load(tmp_path / "one")
         assert engine.plan == replace(
             planned,
+            weight_slots=2,
             microbatch_rows=2,
             head_chunk_tokens=64,
             mlp_chunk_tokens=8,
@@ -384,7 +386,7 @@ def test_the_keys_under_ladder_are_part_of_the_checkpoint_format(
 
 LADDER = {
     "recompute": True, "chunk_rows": 2, "head_tokens": 64, "mlp_tokens": 8, "offload": True, "windows": 2, "resident": 0,
-    "device_fraction": 0.7, "device_bytes": 0,
+    "device_fraction": 0.7, "device_bytes": 0, "weight_slots": 2,
 }  # fmt: skip
 
 

@@ -7,7 +7,10 @@ import functools
 import pytest
 import torch
 
-from host_ranks import RankCase, on_ranks, plain
+import mesh_parity
+import mesh_ranks
+from fp64 import Fp32MeansFp64
+from host_ranks import RankCase, engine_of, on_ranks, plain
 from megatrain.device.shards import Shards
 from megatrain.host_memory.layout import Shard
 from mesh_parity import differences
@@ -22,6 +25,8 @@ CASES = {
     "staged": RankCase(plan={"pin": "staged"}, staged=True),
     "resident": RankCase(plan={"resident": ["embedding", "layer.1"]}),
     "all-resident-accumulated": RankCase(tied=False, plan={"resident": "all", "accumulation_steps": 2}),
+    "replicated": RankCase(plan={"resident": "all", "accumulation_steps": 2, "weight_slots": "all"}),
+    "streamed-once": RankCase(tied=False, plan={"resident": ["layer.1"], "weight_slots": "all"}),
     "kept-and-offloaded": RankCase(plan={"keep": [0], "offload_input": [1, 2], "weight_slots": 3}),
     "segment": RankCase(plan={"segment": 2}),
     "gemma2": RankCase("gemma2", plan={"resident": ["layer.0"]}),
@@ -53,6 +58,29 @@ def test_ranks_compute_what_one_process_computes(name, world):
 def test_any_number_of_ranks_computes_what_one_process_computes(name, world):
     found = differences(on_ranks(CASES[name], world), one_process(name))
     assert not found, "\n".join(found)
+
+
+def gathers_of_a_step(plan: dict) -> list[int]:
+    """Units gathered in the third step, and in an evaluation after it."""
+    case = RankCase(plan={"resident": "all", "accumulation_steps": 2, **plan})
+    calls: list[int] = []
+    fill = Shards.fill
+    Shards.fill = lambda self, *rest: (calls.append(1), fill(self, *rest))[1]  # type: ignore[method-assign]
+    with Fp32MeansFp64(), engine_of(case, mesh_parity.build(case.case)) as engine:
+        found = []
+        for number, batch in enumerate([*case.batches()[:3], case.batches()[0]]):
+            calls.clear()
+            _ = engine.train_step(batch) if number < 3 else engine.eval_step(batch)
+            found.append(len(calls))
+        engine.eval_step(case.batches()[1])
+        return [*found[2:], len(calls) - found[3]]
+
+
+def test_replicated_weights_are_gathered_once_after_an_update():
+    """Three layers, embedding and head; nothing in an evaluation after that. With two slots layers are gathered again."""
+    once, again = (mesh_ranks.run(2, gathers_of_a_step, plan)[0] for plan in ({"weight_slots": "all"}, {}))
+    assert once == [5, 5, 0]
+    assert again[0] > once[0]
 
 
 def no_norm_reduction() -> None:

@@ -162,6 +162,7 @@ class DeviceBuffers:
         def moves(unit: Unit) -> bool:
             return not stays(self.store.units[unit.name], self._shards)
 
+        assert isinstance(plan.weight_slots, int), "not resolved for a model"
         layers = [unit for unit in self.structure.layers if moves(unit)]
         widest = max((unit.layout.numel for unit in layers), default=0)
         ring = WeightRing([slot(widest) for _ in range(min(plan.weight_slots, max(2, len(layers))))])

@@ -28,6 +28,7 @@ T = TypeVar("T")
 HOST_RESERVE_BYTES = GIB
 """Host memory that a reduced plan must leave free."""
 REDUCIBLE = (
+    ("weight_slots", "weight_slots", "memory.weight_slots", None),
     ("activations", "recompute", "activations.policy", "recompute"),
     ("mlp_chunk_tokens", "mlp_tokens", "activations.mlp_chunk_tokens", None),
     ("offload_input", "offload", "activations.offload_input", "on"),
@@ -154,7 +155,8 @@ class OomRecovery:
         before, self.plan = self.plan, plan
         if plan.mlp_chunk_tokens is not None and plan.mlp_chunk_tokens != before.mlp_chunk_tokens:
             self._buffers.shell.compute_in_chunks(plan.mlp_chunk_tokens)
-        if (plan.accumulation_steps, plan.resident) != (before.accumulation_steps, before.resident):
+        buffers = [(each.accumulation_steps, each.resident, each.weight_slots) for each in (before, plan)]
+        if buffers[0] != buffers[1]:
             self._rearrange(plan)
         else:
             self._buffers.follow(plan)
@@ -288,6 +290,7 @@ def _bounded(plan: ExecutionPlan, ladder: Mapping[str, Any]) -> ExecutionPlan:
         plan,
         microbatch_rows=_least(plan.microbatch_rows, ladder.get("chunk_rows")),
         head_chunk_tokens=_least(plan.head_chunk_tokens, ladder.get("head_tokens")),
+        weight_slots=2 if ladder.get("weight_slots") else plan.weight_slots,
         mlp_chunk_tokens=_least(plan.mlp_chunk_tokens, ladder.get("mlp_tokens")),
         accumulation_steps=max(plan.accumulation_steps, ladder.get("windows") or 1),
     )

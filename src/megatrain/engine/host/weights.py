@@ -12,10 +12,11 @@ backward goes through the segments from last to first, and each segment is first
 
 [Note: all ranks load alike]
 Where several ranks share the state, a load is a collective (device/shards.py), so all ranks must load the same units in the same
-order. Whether an update has finished differs between ranks, so a prefetch may not ask. It loads a unit that a load has waited
-for since the last update; any other unit only as the very next fetch and only at a release, where it blocks for the update: the
-next fetch, which the host thread launches right after, would do the same. Resident units are shards in device memory, and pass
-through slots like all others.
+order. Whether an update has finished differs between ranks, so a prefetch may not ask. It loads a resident unit, which no host
+thread updates, or a unit that a load has waited for since the last update; any other unit only as the very next fetch and only
+at a release, where it blocks for the update: the next fetch, which the host thread launches right after, would do the same.
+Resident units are shards in device memory, and pass through slots like all others. With a slot for each layer they are gathered
+once after an update, ahead of the forward: then every rank holds a replica of the weights, and a shard of everything else.
 """
 
 from __future__ import annotations
@@ -160,21 +161,24 @@ class WeightStream:
         """Load the next layers of the order, as far as slots are free and updates have finished. Asynchronous."""
         while self._streamed and self._streamed[0][0] < self._position:
             self._streamed.popleft()
+        held = {slot.owner for slot in self._ring.slots}
         for position, following in itertools.islice(self._streamed, len(self._ring.slots)):
             unit = self._layers[following]
-            if self._ring.holding(unit.name) is not None:
+            if unit.name in held:
                 continue
             if not self._may_prefetch(unit, position):
                 return
             slot = self._ring.victim(self._next_use, before=position)
             if slot is None:
                 return
+            held ^= {slot.owner, unit.name}
             self._load(slot, unit)
 
     def _may_prefetch(self, unit: Unit, position: int) -> bool:
         if not self._shards.many:
             return self._gate.finished(unit.name)  # otherwise not worth blocking for: fetch will
-        return unit.name in self._at_rest or position == self._position  # [Note: all ranks load alike]
+        at_rest = unit.name in self._at_rest or self._store.units[unit.name].resident
+        return at_rest or position == self._position  # [Note: all ranks load alike]
 
     def edge_weights(self, index: int) -> torch.Tensor:
         """The flat weights of the embedding (0) or the head (1), loaded if stale, for kernels launched from now on."""
