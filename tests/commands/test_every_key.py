@@ -55,7 +55,9 @@ class Row:
     made: tuple[str, ...] = ()
 
 
-ACTIONS = "link_share gpu_busy speed device_memory slab_wait optimizer_wait data_wait allocation_retries".split()
+ACTIONS = (
+    "link_share gpu_busy speed device_memory slab_wait optimizer_wait data_wait expert_share expert_idle allocation_retries"
+).split()
 
 
 SHARES = ACTIONS[:-1]

@@ -187,6 +187,31 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "aria_text"])
+def test_the_load_of_the_experts_is_what_the_family_chooses(name: str) -> None:
+    """Also where a correction bias decides, and padding left out."""
+    family = BY_NAME[name]
+    rows = batch(family, seed=1, rows=3, tokens=24, kind="masked")
+    model, loads = build(family, seed=0), []
+
+    def hook(module: Any, args: Any) -> None:
+        kept = args[1][rows["attention_mask"].reshape(-1).bool()]
+        loads.append(torch.bincount(kept.reshape(-1), minlength=module.num_experts))
+
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if hasattr(module, "num_experts") and type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(hook)
+    twin(**rows, use_cache=False)
+    assert loads
+    with engine_of(model, microbatch_rows=2) as engine:
+        routing = engine.backward(rows).routing
+    tokens = int(rows["attention_mask"].sum())
+    assert routing["max_load"] == pytest.approx(max(float(n.max() / n.double().mean()) for n in loads))
+    assert routing["max_share"] == pytest.approx(max(int(n.max()) for n in loads) / tokens)
+    assert routing["idle"] == pytest.approx(torch.cat([n == 0 for n in loads]).double().mean().item())
+
+
 def test_padding_to_the_shape_of_a_run_is_not_counted() -> None:
     family = BY_NAME["qwen3_moe"]
     rows = batch(family, seed=1, rows=2, tokens=16, kind="packed")

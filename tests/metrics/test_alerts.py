@@ -61,6 +61,8 @@ SICK: dict[Rule, tuple[StepRecord, str]] = {
     "slab_wait": (record({"slabs": 0.2}, slabs_in_use=12, slab_waits=9), "memory.gradient_slabs"),
     "optimizer_wait": (record({"optimizer": 0.6}), "batch.tokens_per_step"),
     "data_wait": (record(data_wait_s=0.5), "data.cache_dir"),
+    "expert_share": (record(expert_max_share=0.95), "model.router_aux_loss"),
+    "expert_idle": (record(expert_idle=0.6, processed_tokens=8192), "model.router_aux_loss"),
 }
 
 

@@ -187,15 +187,21 @@ def _numbers(run: Watcher) -> Table:
         table.add_column(column, justify="left" if not column else "right")
     rows: tuple[tuple[str, Callable[[StepRecord], float | None], str], ...] = (
         ("loss", lambda record: record.loss, ".4f"),
+        ("auxiliary loss", lambda record: record.aux_loss, ".4f"),
         ("gradient norm", lambda record: record.grad_norm, ".3g"),
         ("learning rate", lambda record: record.learning_rate, ".2e"),
         ("processed tokens/s", lambda record: record.processed_tokens_per_s, ",.0f"),
         ("trained tokens/s", lambda record: record.trained_tokens_per_s, ",.0f"),
         ("seconds a step", lambda record: record.step_s, ".2f"),
+        ("busiest expert, x mean", lambda record: record.expert_max_load, ".2f"),
+        ("experts without tokens", lambda record: record.expert_idle, ".1%"),
     )
+    of_experts = {"auxiliary loss", "busiest expert, x mean", "experts without tokens"}
     for name, value, spec in rows:
         found = [one for record in recent if (one := value(record)) is not None]
         newest = value(run.records[-1])
+        if not found and newest is None and name in of_experts:
+            continue
         table.add_row(name, number_text(newest, spec), number_text(sum(found) / len(found) if found else None, spec))
     val = [(record.step, record.val_loss) for record in run.records if record.val_loss is not None]
     if val:

@@ -558,6 +558,14 @@ class AlertsConfig(Section):
     optimizer_wait_action: AlertAction = key("warn", "action of the rule optimizer_wait")
     data_wait: Share | None = key(0.1, "maximum share of a step spent waiting for the batch")
     data_wait_action: AlertAction = key("warn", "action of the rule data_wait")
+    expert_share: ShareOrAll | None = key(
+        0.9, "mixture of experts: maximum share of the tokens that one expert of a layer gets"
+    )
+    expert_share_action: AlertAction = key("warn", "action of the rule expert_share")
+    expert_idle: Share | None = key(
+        0.5, "mixture of experts: maximum share of experts without tokens, in steps of 4,096 tokens or more"
+    )
+    expert_idle_action: AlertAction = key("warn", "action of the rule expert_idle")
 
 
 class RunConfig(Section):

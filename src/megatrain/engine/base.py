@@ -53,8 +53,8 @@ class StepResult:
         pipeline: Figures of the instruments, None if they are off.
         metrics: The objective's metrics, means over the target tokens.
         routing: Of a mixture of experts: `aux_loss`, the auxiliary loss as Hugging Face reports it, without its coefficient and
-            apart from `loss`; `max_load`, the largest load of an expert over the mean of its layer, of the worst layer; `idle`,
-            the share of experts without tokens.
+            apart from `loss`; of the layer with the busiest expert `max_load`, its load over the layer's mean, and `max_share`,
+            the share of tokens that it gets; `idle`, the share of all experts without tokens.
     """
 
     loss: float | None

@@ -17,7 +17,16 @@ from megatrain.metrics.record import MeshRecord, PipelineRecord, StepRecord
 from megatrain.units import counted, gib
 
 PipelineRule = Literal[
-    "link_share", "gpu_busy", "speed", "device_memory", "slab_wait", "optimizer_wait", "data_wait", "allocation_retries"
+    "link_share",
+    "gpu_busy",
+    "speed",
+    "device_memory",
+    "slab_wait",
+    "optimizer_wait",
+    "data_wait",
+    "allocation_retries",
+    "expert_share",
+    "expert_idle",
 ]
 """Rules with a threshold and an action in the config's `alerts`."""
 RankRule = Literal["mfu_floor", "imbalance", "straggler"]
@@ -33,6 +42,8 @@ WAITS_SHARE = 0.05
 """A GPU that waits for copies for less than this share of a step is not waiting."""
 LARGE_COPY_BYTES = 4 << 20
 """Copies smaller than this, on average, do not reach the link's rate on any machine."""
+LEAST_ROUTED_TOKENS = 4096
+"""In smaller steps experts may well be without tokens."""
 RANK_LIMITS: dict[RankRule, float] = {"imbalance": 0.2, "straggler": 0.2}
 """imbalance: excess of the busiest stage over the mean; straggler: excess of a rank's own work over the median of its peers'."""
 RANK_STEPS = 5
@@ -62,6 +73,15 @@ def broken(
             f"data-bound: waiting for the batch takes {record.data_wait_s / step_s:.0%} of a step\n"
             "  -> tokenise once: put data.cache_dir on a local disk; a larger batch.tokens_per_step does not help"
         )
+    remedy = (
+        "  -> model.router_aux_loss: true, or a larger coefficient; a lower learning rate, of all parameters or of the routers "
+        "(optim.groups: lr_scale); an earlier checkpoint if it began suddenly"
+    )
+    if "expert_share" in limits and (share := record.expert_max_share or 0.0) > limits["expert_share"]:
+        found["expert_share"] = f"routing collapses: one expert of a layer gets {share:.0%} of all tokens\n{remedy}"
+    idle = (record.expert_idle or 0.0) if record.processed_tokens >= LEAST_ROUTED_TOKENS else 0.0
+    if "expert_idle" in limits and idle > limits["expert_idle"]:
+        found["expert_idle"] = f"routing collapses: {idle:.0%} of the experts get no token\n{remedy}"
     if pipeline is not None:
         found |= _broken_in_pipeline(record, pipeline, limits, device_fraction)
     speed = record.processed_tokens_per_s

@@ -188,6 +188,7 @@ class StepRecord:
     expert_max_load: float | None = (
         None  # most tokens of an expert over its layer's mean, in the worst layer; None: no experts
     )
+    expert_max_share: float | None = None  # share of the tokens that the busiest expert of any layer got
     expert_idle: float | None = None  # share of the experts that got no token
     mfu: float | None = None  # model FLOPs / (step_s x measured matrix peak), see mfu.py; None: no peak is known
     skipped: str | None = None  # why the step changed nothing; None: it was taken

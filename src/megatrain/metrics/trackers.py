@@ -27,6 +27,7 @@ _GROUPS = {
     "train": ("loss", "grad_norm", "learning_rate", "epoch", "skipped_steps"),
     "val": ("val_loss",),
     "speed": ("processed_tokens_per_s", "trained_tokens_per_s", "step_s", "data_wait_s"),
+    "experts": ("aux_loss", "expert_max_load", "expert_max_share", "expert_idle"),
     "memory": ("host_rss_bytes", "device_peak_bytes"),
 }
 """Group of names at a tracker -> fields of a record in it."""

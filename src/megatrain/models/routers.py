@@ -36,6 +36,8 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Attributes of causal language models that hold the coefficient."""
 FORMULA = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Parameters of the families' `load_balancing_loss_func` in [Note: the auxiliary loss]; other formulas take others."""
+CHOSEN = (["top_k_index"], ["router_indices"])
+"""Names of the argument (N, K) of experts that says which are chosen."""
 KEY = "model.router_aux_loss"
 
 
@@ -208,7 +210,7 @@ def experts_of(layer: nn.Module) -> list[nn.Module]:
         module
         for module in layer.modules()
         if isinstance(getattr(module, "num_experts", None), int)
-        and list(inspect.signature(module.forward).parameters)[1:2] == ["top_k_index"]
+        and list(inspect.signature(module.forward).parameters)[1:2] in CHOSEN
     ]
 
 

@@ -412,10 +412,7 @@ def _forwards_replaced(replacements: Mapping[nn.Module, Callable[..., Any]]) -> 
 def _experts_counted(
     layer: nn.Module, structure: Structure, counts: _Counts
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, routed experts are counted instead of run: which expert a token goes to depends on values, how many do not.
-
-    Experts are modules with several matrices of shape (E, out, in), as transformers stores them.
-    """
+    """Inside, routed experts are counted instead of run: which expert a token goes to depends on values, how many do not."""
     top_k = _top_k(structure)
 
     def counted(stacked: list[nn.Parameter]) -> Callable[..., torch.Tensor]:
@@ -430,12 +427,28 @@ def _experts_counted(
 
         return forward
 
-    found: dict[nn.Module, Callable[..., Any]] = {}
+    return _forwards_replaced({module: counted(stacked) for module, stacked in _stacked_experts(layer).items()})
+
+
+def active_parameters(structure: Structure) -> int:
+    """Parameters that compute a token: of routed experts only the chosen ones."""
+    inactive, top_k = 0, _top_k(structure)
+    for layer in structure.layer_stack():
+        for stacked in _stacked_experts(layer).values():
+            experts = stacked[0].shape[0]
+            whole = sum(matrices.numel() for matrices in stacked)
+            inactive += whole - whole * min(top_k or experts, experts) // experts
+    return structure.param_count - inactive
+
+
+def _stacked_experts(layer: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+    """Modules with several matrices of shape (E, out, in), as transformers stores experts."""
+    found = {}
     for module in layer.modules():
         stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[0] > 1]
         if len(stacked) > 1 and len({p.shape[0] for p in stacked}) == 1:
-            found[module] = counted(stacked)
-    return _forwards_replaced(found)
+            found[module] = stacked
+    return found
 
 
 def _token_wise_counted(

@@ -439,6 +439,7 @@ class TrainingLoop:
             split_s={name: seconds for name, seconds in result.seconds.items() if name != "step"},
             aux_loss=_finite(result.routing.get("aux_loss")),
             expert_max_load=_finite(result.routing.get("max_load")),
+            expert_max_share=_finite(result.routing.get("max_share")),
             expert_idle=_finite(result.routing.get("idle")),
             mfu=mfu,
             skipped=result.skipped,

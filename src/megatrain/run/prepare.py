@@ -34,6 +34,7 @@ from megatrain.optim.configured import optimizer
 from megatrain.optim.spec import unmatched_groups
 from megatrain.planner.cpu import RESERVE, check_cpu_memory
 from megatrain.planner.keep import differing, plain_choice, plan_settings
+from megatrain.planner.model_cost import active_parameters
 from megatrain.planner.plan import Plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import plan_run
@@ -232,8 +233,10 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
         raise UserError(
             f"no parameter matches the pattern {group.pattern!r}", "optim.groups", f"names are like {names[1]}"
         )
+    active = active_parameters(structure)
+    of_these = f" ({abbreviated(active)} active for a token)" if active < structure.param_count else ""
     log(
-        f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters in "
+        f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters{of_these} in "
         f"{counted(len(structure.layers), 'layer')}, {dtype_name(dtype)} compute on {device}, fp32 master weights and moments"
     )
     if auxiliary is not None:

@@ -71,14 +71,14 @@ class Routing:
         if self._complete:
             return
         self._complete = True
-        parts = [self._routed[None], *self._loads.values()]
+        parts = [torch.stack([self._routed, self._tokens]), *self._loads.values()]
         if self._balance is not None:
             parts.append(self._balance.reshape(-1))
         if self._shards.many:
             sums = self._shards.total(torch.cat(parts)).split([len(part) for part in parts])
         else:
             sums = tuple(parts)
-        self._routed = sums[0][0]
+        self._routed, self._tokens = sums[0]
         self._loads = dict(zip(self._loads, sums[1:], strict=False))
         if self.loss is not None:
             self._balance = sums[-1].reshape(2, -1)
@@ -87,8 +87,7 @@ class Routing:
             self.slopes = torch.stack([torch.zeros_like(slopes_E), slopes_E]).to(self._dtype)
 
     def figures(self) -> dict[str, torch.Tensor]:
-        """The step's figures, the same on all ranks, scalars: `aux_loss` (without its coefficient), and of the experts
-        `max_load` (of the layer where it is largest: the largest over the mean) and `idle` (share without tokens)."""
+        """The step's figures, see `StepResult.routing`; scalars, the same on all ranks."""
         assert self._complete
         found: dict[str, torch.Tensor] = {}
         if self.loss is not None:
@@ -98,5 +97,6 @@ class Routing:
         if self._loads:
             loads = list(self._loads.values())
             found["max_load"] = torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in loads]).max()
+            found["max_share"] = torch.stack([load.max() for load in loads]).max() / self._tokens.clamp(min=1)
             found["idle"] = torch.cat([load == 0 for load in loads]).double().mean()
         return found
