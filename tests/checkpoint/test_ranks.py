@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,25 @@ def test_any_number_of_ranks_reads_what_another_wrote(tmp_path, words, worlds):
             assert found == losses[2:]
             assert all(torch.equal(end[name], trained[name]) for name in trained)
         assert found == pytest.approx(losses[2:], rel=2e-3)
+
+
+def on_a_host(work: Any, *given: Any) -> Any:
+    """`work` with the environment of two hosts of two ranks: the first rank of each host writes."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
+    return work(*given)
+
+
+def test_hosts_with_a_replica_each_write_and_read_the_same_checkpoint(tmp_path):
+    """Each host's writer takes its units from its own host, and updates go on meanwhile."""
+    first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
+    words = {"resident": ["embedding", "layer.1"], "tie": False}
+    hosts = {**words, "replicas": 2}
+    (losses, trained), *_ = mesh_ranks.run(4, on_a_host, save_and_go_on, first, hosts)
+    (found, end), *_ = mesh_ranks.run(4, on_a_host, resume, first, again, hosts)
+    assert records(again) == records(first)
+    assert found == losses[2:] and all(torch.equal(end[name], trained[name]) for name in trained)
+    mesh_ranks.run(2, resume, first, alone, words)
+    assert records(alone) == records(first)
 
 
 def test_the_mesh_engine_continues_and_hands_back(tmp_path):

@@ -88,7 +88,7 @@ class HostCheckpoints(CheckpointPolicy):
         twin = self._checkpoint_structure()
         assert isinstance(twin.model, PreTrainedModel)
         units = plan_units(self._structure, self._buffers, self._optim, options.weights_only, twin.model)
-        if self._shards.shard.index != 0:
+        if self._shards.rank != 0:
             return units
         source, trusted = self._source_folder, self._trust_remote_code
         return plan_save(directory, self._structure, units, state, source, trusted, self._shipped)

@@ -1,7 +1,8 @@
 """A save of the planes of several ranks, each of which holds a shard of every unit.
 
 Each rank protects its shards from its own updates ([Note: a unit while a save runs]); the ranks' threads gather unit after unit
-on the ranks that write ([Note: a shared save]). Units are taken in the order of the rounds on all ranks, copied or not.
+on the ranks that write ([Note: a shared save]). Units are taken in the order of the rounds on all ranks, copied or not. Where
+hosts hold replicas of the state, each writer gathers its units from the ranks of its own host, and other hosts let go of them.
 
 There is no deadlock: a thread that takes a shard waits for an update of the saved step alone, or for a copy in progress, and
 both end without any save.
@@ -54,7 +55,7 @@ class HostShards(HostPlanes):
         error = self._take_error or self._copy_error
         if error is not None:
             raise error
-        name = units.get(self._shards.shard.index)
+        name = units.get(self._shards.rank)
         if name is None:
             return None
         own, size = self._store.units[name], self._store.units[name].layout.numel
@@ -64,15 +65,24 @@ class HostShards(HostPlanes):
 
     def _gather(self, units: Mapping[int, str], whole: UnitPlanes | None) -> None:
         """Send the shards of a round's units to their writers, and fill the unit that this rank receives."""
-        me, count = self._shards.shard.index, self._shards.shard.count
+        me, count = self._shards.rank, self._shards.shard.count
         for writer, name in units.items():
+            if not self._shards.holds_copy_with(writer):  # the writer gets it from the ranks of its own host
+                self._let_go(name)
+                continue
             for kind, plane in self._saved(self._take(name)).items():
                 parts = None
                 if writer == me:
                     assert whole is not None
                     parts = list(_bytes(self._saved(whole)[kind]).chunk(count))
-                dist.gather(_bytes(plane), parts, dst=writer, group=self._shards.saves)
+                dist.gather(_bytes(plane), parts, dst=writer, group=self._shards.saves_inside)
             self._written(name)
+
+    def _let_go(self, name: str) -> None:
+        """A unit that other ranks write: its updates may run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._states[name] is not UnitState.COPYING)
+        self._written(name)
 
     def _take(self, name: str) -> UnitPlanes:
         """This rank's shard of a unit as the saved step left it; it does not change until `_written`.

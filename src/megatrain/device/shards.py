@@ -3,9 +3,16 @@
 Each rank drives one device and owns one shard of every unit: of its planes and of its gradient. With one rank all methods are
 the identity: no process group exists, nothing is padded, cut or exchanged.
 
+[Note: replicas of the state]
+The ranks may form several equal groups of consecutive ranks, usually the hosts of a job. Each group holds the whole state once,
+cut into shards among its ranks. Then weights are gathered inside a group, and a gradient is summed inside the group first; the
+ranks with the same shard add up what is left, 1 / (ranks of a group) of the bytes. The sum has the same bits on all of them, so
+the replicas apply the same update and stay equal. Every rank still computes its own rows.
+
 [Note: collectives of a step]
     all-gather      a load of a unit: own shard into the slot, then gather         on h2d       group `weights`
     reduce-scatter  a unit's gradient: summed over the ranks, own shard out        on d2h       group `gradients`
+    all-reduce      that shard, over the groups of ranks, if there are several     on d2h       group `replicas`
     all-reduce      loss, metrics, squared norm: once, at the end of the step      on compute   group `scalars`
 NCCL asks two things: the operations of a group must be queued in the same order on all ranks, and by one thread at a time. So
 each stream has its own group, and nothing that decides which unit is loaded or sent next may depend on time
@@ -28,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatrain.errors import UserError
 from megatrain.host_memory.layout import WHOLE, Shard
 
 # torch 2.13 renamed them.
@@ -44,9 +52,12 @@ class Shards:
         group: The default process group of torch.distributed, if several ranks share the state.
         device: This rank's device.
         timeout: A collective that takes longer fails; None: as the default group's.
+        replicas: Groups of ranks, each of which holds the whole state; see [Note: replicas of the state].
 
     Attributes:
         shard: The part of every unit that this rank owns.
+        rank, world: This rank, and the number of all ranks.
+        replicas: As given.
         here: Number of ranks on this host.
         cores: Cores for this rank: those that it may use, each divided among the ranks that may use it.
     """
@@ -56,28 +67,49 @@ class Shards:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         timeout: datetime.timedelta | None = None,
+        replicas: int = 1,
     ):
-        self.shard = WHOLE
+        self.shard, self.rank, self.world, self.replicas = WHOLE, 0, 1, 1
         self._device = device or torch.device("cpu")
         self._groups: list[dist.ProcessGroup] = []
         self.here, self.cores = 1, len(os.sched_getaffinity(0))
         if group is None or dist.get_world_size(group) == 1:
             return
         assert dist.get_world_size(group) == dist.get_world_size(), "all processes of the job share one model"
-        self.shard = Shard(dist.get_rank(group), dist.get_world_size(group))
+        self.rank, self.world, self.replicas = dist.get_rank(group), dist.get_world_size(group), replicas
+        if self.world % replicas:
+            raise UserError(
+                f"{self.world} ranks do not form {replicas} equal groups",
+                "replicas",
+                "start the same number on each host",
+            )
+        size = self.world // replicas
+        self.shard = Shard(self.rank % size, size)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        on_device = [_new_group(backend, timeout) for _ in range(3)]
-        on_host = [_new_group("gloo", timeout) for _ in range(2)]
-        self._groups = [*on_device, *on_host]
-        self._weights, self._gradients, self._scalars = on_device
-        self._host, self._saves = on_host
+        all_ranks = [range(self.world)]
+        inside = [range(first, first + size) for first in range(0, self.world, size)]
+        across = [range(index, self.world, size) for index in range(size)]
+
+        def new_group(kind: str, ranks: Sequence[range]) -> dist.ProcessGroup:
+            return _new_group(kind, timeout, ranks, self.rank)
+
+        self._weights, self._gradients = (new_group(backend, inside) for _ in range(2))
+        self._scalars = new_group(backend, all_ranks)
+        self._replicas = new_group(backend, across) if replicas > 1 else None
+        self._host, self._saves = (new_group("gloo", all_ranks) for _ in range(2))
+        self._host_inside, self._saves_inside = self._host, self._saves
+        if replicas > 1:
+            self._host_inside, self._saves_inside = (new_group("gloo", inside) for _ in range(2))
+        on_device = [self._weights, self._gradients, self._scalars, *([self._replicas] if self._replicas else [])]
+        self._groups = [*on_device, self._host, self._saves]
+        self._groups += [self._host_inside, self._saves_inside] if replicas > 1 else []
         for each in on_device:  # NCCL connects at the first collective, which blocks the host
             dist.all_reduce(torch.zeros(1, device=self._device), group=each)
         self._count_neighbours()
 
     def _count_neighbours(self) -> None:
         mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-        found: list[Any] = [None] * self.shard.count
+        found: list[Any] = [None] * self.world
         dist.all_gather_object(found, mine, group=self._host)
         neighbours = [set(cores) for host, cores in found if host == mine[0]]
         self.here = len(neighbours)
@@ -85,8 +117,8 @@ class Shards:
 
     @property
     def many(self) -> bool:
-        """Whether several ranks share the state."""
-        return self.shard.count > 1
+        """Whether there are several ranks."""
+        return self.world > 1
 
     # ---------------------------------------------------------------- during a step, on the current stream
 
@@ -111,6 +143,8 @@ class Shards:
         """
         assert self.many and out.dtype == buffer.dtype, (self.shard, out.dtype, buffer.dtype)
         _reduce_scatter(out, buffer[: self.shard.count * out.numel()], group=self._gradients)
+        if self._replicas is not None:
+            dist.all_reduce(out, group=self._replicas)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small device tensor over the ranks. Asynchronous on the current stream."""
@@ -133,9 +167,9 @@ class Shards:
         if not self.many:
             return [tuple(values)]
         own = torch.tensor(values, dtype=torch.float64)
-        found = torch.empty(self.shard.count * len(own), dtype=torch.float64)
+        found = torch.empty(self.world * len(own), dtype=torch.float64)
         _all_gather(found, own, group=self._host)
-        return [tuple(row) for row in found.view(self.shard.count, -1).tolist()]
+        return [tuple(row) for row in found.view(self.world, -1).tolist()]
 
     def all_of(self, flag: bool) -> bool:
         """Whether the flag is set on all ranks."""
@@ -143,15 +177,25 @@ class Shards:
 
     @property
     def saves(self) -> dist.ProcessGroup:
-        """A gloo group that the threads of saves have to themselves."""
+        """A gloo group of all ranks that the threads of saves have to themselves."""
         assert self.many
         return self._saves
+
+    @property
+    def saves_inside(self) -> dist.ProcessGroup:
+        """The same, of the ranks that hold one copy of the state with this one."""
+        assert self.many
+        return self._saves_inside
+
+    def holds_copy_with(self, rank: int) -> bool:
+        """Whether a rank and this one hold shards of the same copy of the state."""
+        return rank // self.shard.count == self.rank // self.shard.count
 
     def names(self, own: Iterable[str]) -> list[str]:
         """All names that any rank has, in an order equal on all ranks."""
         if not self.many:
             return list(own)
-        found: list[Any] = [None] * self.shard.count
+        found: list[Any] = [None] * self.world
         dist.all_gather_object(found, list(own), group=self._host)
         return list(dict.fromkeys(name for names in found for name in names))
 
@@ -161,7 +205,7 @@ class Shards:
             return plane
         own = plane.cpu().contiguous().view(torch.uint8)  # gloo does not know all dtypes
         found = torch.empty(self.shard.count * own.numel(), dtype=torch.uint8)
-        _all_gather(found, own, group=self._host)
+        _all_gather(found, own, group=self._host_inside)
         return found.view(plane.dtype)
 
     def close(self) -> None:
@@ -171,11 +215,18 @@ class Shards:
             dist.destroy_process_group(group)
 
 
-def _new_group(backend: str, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+def _new_group(
+    backend: str, timeout: datetime.timedelta | None, groups: Sequence[range], rank: int
+) -> dist.ProcessGroup:
+    """Make groups of these ranks, and return the one of `rank`. Collective over all ranks."""
     options = None
     if backend == "nccl":  # where torch runs NCCL on streams of its own, these get priority, too
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_group(backend=backend, timeout=timeout, pg_options=options)  # type: ignore[return-value]
+    made: Any = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
+        made = group if rank in ranks else made
+    return made
 
 
 ALONE = Shards()

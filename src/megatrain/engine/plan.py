@@ -114,6 +114,8 @@ class ExecutionPlan:
         threads: AdamW threads; None: the cores this process may use, less one.
         host_gib: Limit on host memory; None: what the system says is available.
         device_gib: Limit on this process's device memory, enforced; None: all of it.
+        replicas: Equal groups of consecutive ranks, usually the hosts of a job, each of which holds the whole state and updates
+            it; their processors should be equal. 1: all ranks share one copy.
 
     Raises:
         UserError: From the constructor, with every field that no model could use.
@@ -142,6 +144,7 @@ class ExecutionPlan:
     threads: int | None = None
     host_gib: float | None = None
     device_gib: float | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         problems = [
@@ -346,6 +349,7 @@ class ExecutionPlan:
 
 
 _LEAST = {
+    "replicas": 1,
     "weight_slots": 2,
     "gradient_slabs": 1,
     "accumulation_steps": 1,

@@ -83,6 +83,40 @@ def test_replicated_weights_are_gathered_once_after_an_update():
     assert again[0] > once[0]
 
 
+HOSTS = {
+    "two-by-two": (RankCase(plan={"replicas": 2}), 4),
+    "two-by-two-accumulated": (
+        RankCase(tied=False, plan={"replicas": 2, "resident": ["layer.1"], "accumulation_steps": 2}),
+        4,
+    ),
+    "one-rank-a-host": (RankCase(tied=False, kind="padded", plan={"replicas": 2, "resident": ["layer.0", "head"]}), 2),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_hosts_with_a_replica_each_compute_what_one_process_computes(name):
+    """Shards inside a host, sums of shards between hosts; hosts simulated. All ranks report the same bits."""
+    case, world = HOSTS[name]
+    found = differences(on_ranks(case, world), plain(case))
+    assert not found, "\n".join(found)
+
+
+def no_sum_over_hosts() -> None:
+    reduce = Shards.reduce
+
+    def inside_only(self, *rest):
+        kept, self._replicas = self._replicas, None
+        reduce(self, *rest)
+        self._replicas = kept
+
+    Shards.reduce = inside_only  # type: ignore[method-assign]
+
+
+def squares_of_all_hosts() -> None:
+    total_of = Shards.total_of
+    Shards.total_of = lambda self, value: self.replicas * total_of(self, value)  # type: ignore[method-assign]
+
+
 def no_norm_reduction() -> None:
     Shards.total_of = lambda self, value: value  # type: ignore[method-assign]
     total = Shards.total
@@ -109,6 +143,18 @@ def local_token_mean() -> None:
 def a_shard_shifted_by_one() -> None:
     start = Shard.start
     Shard.start = lambda self, layout: start(self, layout) + (self.index == 1)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [(no_sum_over_hosts, "two-by-two"), (squares_of_all_hosts, "two-by-two-accumulated")]
+)
+def test_a_fault_between_hosts_is_found(fault, name):
+    case, world = HOSTS[name]
+    try:
+        found = differences(on_ranks(case, world, fault), plain(case))
+    except AssertionError as error:
+        found = [str(error)]
+    assert found
 
 
 @pytest.mark.parametrize("fault", [no_norm_reduction, local_token_mean, a_shard_shifted_by_one])

@@ -136,8 +136,9 @@ class HostEngine(Engine):
                 raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, words))}", "HostEngine")
         self.device, debug = device_of(device), debug or Debug()
         configure_allocator(self.device)
-        self._shards = Shards(group, self.device, timeout)
-        plan = (plan or ExecutionPlan()).for_device(self.device, self.optim, self._shards.cores)
+        plan = plan or ExecutionPlan()
+        self._shards = Shards(group, self.device, timeout, plan.replicas)
+        plan = plan.for_device(self.device, self.optim, self._shards.cores)
         self._aborter = StepAborter()
         self._computing = threading.Lock()
         self._warm = False  # whether `_warm_up` has run
@@ -506,8 +507,9 @@ class HostEngine(Engine):
                         self._device_side.gradients.settle()
                         if self._device_side.route is Route.ACCUMULATE:
                             squares = shards.total_of(self._optimizer.squared_norm())
-            # Figures are equal on all ranks, and `wait` adds them up.
-            return loss, squares, metrics, {n: v / shards.shard.count for n, v in zip(figures, found, strict=True)}
+            # `wait` adds up figures, which are equal on all ranks, and the squares of every replica of the gradient.
+            routers = {n: v / shards.world for n, v in zip(figures, found, strict=True)}
+            return loss, squares / shards.replicas, metrics, routers
 
         loss_sum, squares, metrics, routing = self._until_it_fits(batch, compute, training=True)
         norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
@@ -700,7 +702,7 @@ class HostEngine(Engine):
         """The rows that this rank computes."""
         if not self._shards.many:
             return batch
-        return batches.rows_of_rank(batch, self._shards.shard.index, self._shards.shard.count)
+        return batches.rows_of_rank(batch, self._shards.rank, self._shards.world)
 
     def _metric_names(self, sums: LossSums) -> list[str] | None:
         """Names of the metrics that some rank has: one without targets may have none. Cross entropy has none anywhere."""
