@@ -35,6 +35,10 @@ class Aftermath(UserError):
     """Failure caused by another process or by an unexpected error, so another attempt may succeed."""
 
 
+class ReplicasDiffer(Aftermath):
+    """Hosts that hold a replica of the state each no longer hold the same. The run cannot continue, whatever the config says."""
+
+
 class WriteFailed(UserError):
     """A file of a run cannot be written: the disk is full or failing."""
 

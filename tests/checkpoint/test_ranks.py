@@ -16,6 +16,7 @@ import mesh_ranks
 from engines import host_engine
 from megatrain.checkpoint.files import FilesWriter
 from megatrain.checkpoint.format import MANIFEST_FILE
+from megatrain.device.shards import Shards
 from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
@@ -107,6 +108,33 @@ def test_hosts_with_a_replica_each_write_and_read_the_same_checkpoint(tmp_path):
     assert found == losses[2:] and all(torch.equal(end[name], trained[name]) for name in trained)
     mesh_ranks.run(2, resume, first, alone, words)
     assert records(alone) == records(first)
+
+
+def test_a_save_finds_replicas_that_differ(tmp_path):
+    """One element of the gradient on one rank, in one step, is rounded differently. `on_error` cannot make that a warning."""
+
+    def work() -> str:
+        reduce = Shards.reduce
+
+        def rounding_differently(self: Shards, out: torch.Tensor, buffer: torch.Tensor) -> None:
+            reduce(self, out, buffer)
+            out[0] += 1e-3
+
+        with engine(replicas=2, resident=["embedding"]) as trained:
+            steps(trained, range(1))
+            trained.save(tmp_path / "equal")
+            if dist.get_rank() == 3:
+                Shards.reduce = rounding_differently  # type: ignore[method-assign]
+            steps(trained, range(1, 2))
+            Shards.reduce = reduce  # type: ignore[method-assign]
+            trained.save(tmp_path / "different", background=True, on_error="warn")
+            with pytest.raises(UserError, match="different values of the same part of") as found:
+                trained.wait_saved()
+            return str(found.value)
+
+    results = mesh_ranks.run(4, on_a_host, work)
+    assert len(set(results)) == 1 and "ranks 1 and 3" in results[0]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["equal"]
 
 
 def test_the_mesh_engine_continues_and_hands_back(tmp_path):

@@ -2,7 +2,13 @@
 
 Each rank protects its shards from its own updates ([Note: a unit while a save runs]); the ranks' threads gather unit after unit
 on the ranks that write ([Note: a shared save]). Units are taken in the order of the rounds on all ranks, copied or not. Where
-hosts hold replicas of the state, each writer gathers its units from the ranks of its own host, and other hosts let go of them.
+hosts hold replicas of the state, each writer gathers its units from the ranks of its own host.
+
+[Note: replicas are compared]
+Replicas start equal and apply equal updates, so they stay equal, unless the processors of two hosts round differently or a bit
+flips in memory. Nothing in training would show it: every step adds up gradients of slightly different models. So each save
+compares all of its bytes: ranks that hold the same shard exchange checksums of its planes, round by round. Where they differ,
+the save fails and the run ends; the newest checkpoint is from before.
 
 There is no deadlock: a thread that takes a shard waits for an update of the saved step alone, or for a copy in progress, and
 both end without any save.
@@ -10,6 +16,7 @@ both end without any save.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +26,7 @@ import torch.distributed as dist
 from megatrain.checkpoint.host_planes import HostPlanes, UnitState
 from megatrain.checkpoint.shared_write import SharedWrite
 from megatrain.device.shards import Shards
+from megatrain.errors import ReplicasDiffer
 from megatrain.host_memory.store import UnitPlanes
 
 
@@ -66,23 +74,39 @@ class HostShards(HostPlanes):
     def _gather(self, units: Mapping[int, str], whole: UnitPlanes | None) -> None:
         """Send the shards of a round's units to their writers, and fill the unit that this rank receives."""
         me, count = self._shards.rank, self._shards.shard.count
+        sums: dict[str, list[int]] = {}
         for writer, name in units.items():
-            if not self._shards.holds_copy_with(writer):  # the writer gets it from the ranks of its own host
-                self._let_go(name)
-                continue
-            for kind, plane in self._saved(self._take(name)).items():
+            planes = self._saved(self._take(name))
+            if self._shards.replicas > 1:
+                sums[name] = [checksum(plane) for plane in planes.values()]
+            for kind, plane in planes.items() if self._shards.holds_copy_with(writer) else ():
                 parts = None
                 if writer == me:
                     assert whole is not None
                     parts = list(_bytes(self._saved(whole)[kind]).chunk(count))
                 dist.gather(_bytes(plane), parts, dst=writer, group=self._shards.saves_inside)
             self._written(name)
+        if sums:
+            self._compare(sums)
 
-    def _let_go(self, name: str) -> None:
-        """A unit that other ranks write: its updates may run."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._states[name] is not UnitState.COPYING)
-        self._written(name)
+    def _compare(self, sums: Mapping[str, Sequence[int]]) -> None:
+        """Compare a round's checksums with those of the ranks that hold the same shards. `_room` raises the error. Collective."""
+        failed = self.cancelled or self._take_error is not None or self._copy_error is not None  # sums are of anything
+        own = torch.tensor([int(failed), *itertools.chain.from_iterable(sums.values())])
+        found = [torch.empty_like(own) for _ in range(self._shards.world)]
+        dist.all_gather(found, own, group=self._shards.saves)
+        if any(int(each[0]) for each in found):
+            return
+        names, count = [name for name, each in sums.items() for _ in each], self._shards.shard.count
+        for rank, each in enumerate(found):
+            for name, first, other in zip(names, found[rank % count][1:].tolist(), each[1:].tolist(), strict=True):
+                if first != other:
+                    self._take_error = ReplicasDiffer(
+                        f"ranks {rank % count} and {rank} hold different values of the same part of {name}",
+                        str(self.directory),
+                        "resume from the newest checkpoint; if it happens again, let the hosts share one copy",
+                    )
+                    return
 
     def _take(self, name: str) -> UnitPlanes:
         """This rank's shard of a unit as the saved step left it; it does not change until `_written`.
@@ -102,6 +126,14 @@ class HostShards(HostPlanes):
             own = self._store.units[name]
             nothing = {kind: torch.zeros(own.numel, dtype=plane.dtype) for kind, plane in self._saved(own).items()}
             return UnitPlanes.of(name, own.layout, nothing, start=own.start)
+
+
+def checksum(plane: torch.Tensor) -> int:
+    """The sum of the bit patterns of a plane (n,)."""
+    return int(plane.view(_INTEGERS[plane.itemsize]).sum(dtype=torch.int64))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def _bytes(plane: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatrain.checkpoint.async_save import AsyncSave, SaveProgress, SaveSource
 from megatrain.checkpoint.reader import RunningLoad
-from megatrain.errors import Aftermath, UserError
+from megatrain.errors import Aftermath, ReplicasDiffer, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class CheckpointManager:
         if not failed:
             return
         error = ended.unreported_failure() or Aftermath("another rank could not save the checkpoint", "Engine.save")
-        if self._on_error == "stop":
+        if self._on_error == "stop" or isinstance(error, ReplicasDiffer):
             raise error
         logger.warning("the checkpoint was not saved, training continues: %s", error)
 

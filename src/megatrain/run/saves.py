@@ -17,7 +17,7 @@ from megatrain.checkpoint.host_planes import RESERVED_BYTES
 from megatrain.checkpoint.writer import SLACK_BYTES
 from megatrain.config.schema import CheckpointConfig, RunConfig
 from megatrain.engine.base import Engine
-from megatrain.errors import UserError
+from megatrain.errors import ReplicasDiffer, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.run.folder import RunFolder, nearest_existing
 from megatrain.units import GIB, counted, gib, gibs
@@ -126,7 +126,7 @@ class RunSaves:
         try:
             start()
         except UserError as error:
-            if self._config.on_error == "stop":
+            if self._config.on_error == "stop" or isinstance(error, ReplicasDiffer):
                 raise
             logger.warning("%s was not saved, training continues: %s", target, error)
 
