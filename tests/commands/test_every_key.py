@@ -164,6 +164,7 @@ ONE_PROCESS: dict[str, Row] = {
     "no alerts": Row(alerts("warn", "null") + " --run.deterministic=false"),
     "seed": Row("--run.seed=7", "other"),
     "run": Row(
+        "--run.replicate_hosts=true "
         "--run.device=auto --run.gpus=1 --run.max_restarts=0 --run.threads=2 --run.deterministic=true --run.max_bad_steps=2 "
         "--run.loss_spike=9 --run.on_divergence=rollback --run.max_rollbacks=1 "
         "--run.allow_changes=[data, batch, seed, schedule, optim, precision]"

@@ -102,6 +102,30 @@ def test_small_models_are_replicated_where_that_is_faster(tmp_path):
     assert not made(2, device_gib=6).choice.replicated
 
 
+def test_two_hosts_hold_a_copy_each_if_that_is_faster_and_fits(tmp_path):
+    """A copy each needs the network for sums of shards only; one copy for both needs half of the host memory."""
+    machine = replace(load_machine(MACHINES / "h200x8-2tib.yaml"), hosts=2, network_gbps=20.0)
+    shape = shape_of_structure(structure_of(folder_of("qwen3-32b", tmp_path), torch.bfloat16), "32b")
+    few = {"policy": "recompute", "accumulation_steps": 1, "microbatch_rows": 8, "head_chunk_tokens": 8192}
+
+    def made(rows: int = 256, network_gbps: float = 20.0, host_gib: float = 1500, **options: Any) -> Any:
+        there = replace(machine, network_gbps=network_gbps)
+        caps = replace(caps_for(there), host_bytes=int(host_gib * 2**30), device_bytes=30 << 30)
+        return plan_step(
+            shape, there, StepSize(rows, 1024), caps, Options(**{"ranks": 16, "hosts": 2, **few, **options})
+        )
+
+    each, shared, best = made(replicate_hosts=True), made(replicate_hosts=False), made()
+    assert each.execution.replicas == 2 and shared.execution.replicas == 1
+    assert best.seconds == min(each.seconds, shared.seconds)
+    assert made(host_gib=300).execution.replicas == 1, "a copy for each host does not fit it"
+    assert made(network_gbps=1.0).seconds > best.seconds
+    one_host = made(rows=128, ranks=8, hosts=1)
+    assert one_host.tokens_per_s < best.tokens_per_s < 2.1 * one_host.tokens_per_s
+    assert "16 GPUs of 2 hosts" in plan_text(each) and "1/8 of the state; a copy on each host" in plan_text(each)
+    assert "1/16 of the state; one copy on all hosts" in plan_text(shared)
+
+
 @pytest.mark.parametrize("name", ["h200x8-2tib.yaml", "rtx4090x4-512gib.yaml"])
 def test_machine_files_of_several_gpus_are_valid(name):
     assert load_machine(MACHINES / name).gpus > 1

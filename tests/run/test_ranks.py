@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ruamel.yaml import YAML
 
 import mesh_agent
@@ -128,6 +129,34 @@ def test_a_run_resumes_on_another_number_of_ranks_and_in_the_other_engine(
     on_ranks(files, run, 4, *every, "--schedule.steps=3", "--resume", "latest")
     on_ranks(files, run, 2, *every, "--schedule.steps=4", "--resume", "latest", "--engine=mesh", "--run.threads=null")
     on_ranks(files, run, 2, *every, "--resume", "latest")
+    assert losses(run) == pytest.approx(alone, rel=1e-5)
+
+
+def test_two_hosts_with_a_copy_of_the_state_each(files: Path, tmp_path: Path, alone: list[float | None]) -> None:
+    """Two simulated hosts of two ranks, which then continue with one copy for both."""
+
+    def of_job(run: Path, wanted: int, *words: str) -> None:
+        def work() -> tuple[int, int]:
+            os.environ |= {
+                "TOKENIZERS_PARALLELISM": "false",
+                "LOCAL_WORLD_SIZE": "2",
+                "LOCAL_RANK": str(dist.get_rank() % 2),
+            }
+            made: list[int] = []
+            train_step = HostEngine.train_step
+
+            def noted(self: HostEngine, *rest: Any, **words: Any) -> Any:
+                made.append(self.plan.replicas)
+                return train_step(self, *rest, **words)
+
+            HostEngine.train_step = noted  # type: ignore[method-assign]
+            return main(command(files, run, *words)), made[0]
+
+        assert mesh_ranks.run(4, work) == [(0, wanted)] * 4
+
+    run = tmp_path / "run"
+    of_job(run, 2, "--run.replicate_hosts=true", "--schedule.steps=4")
+    of_job(run, 1, "--resume", "latest")
     assert losses(run) == pytest.approx(alone, rel=1e-5)
 
 

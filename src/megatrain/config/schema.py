@@ -485,6 +485,11 @@ class RunSection(Section):
         "processes that `megatrain train`, `eval` and `trace` start on this host, one for each GPU; they share the model's "
         "state; auto: one for each visible GPU, and one on a CPU; no effect under torchrun, which starts the processes itself",
     )
+    replicate_hosts: Literal["auto"] | StrictBool = key(
+        "auto",
+        "several hosts with engine: host; true: each host holds the whole state, and only sums of gradients travel between "
+        "hosts; false: all hosts share one copy; auto: as planned to be faster (without a GPU: one copy)",
+    )
     max_restarts: NonNegativeInt = key(
         3, "how often these processes are restarted after one has failed; they continue from the newest checkpoint"
     )

@@ -60,6 +60,10 @@ class Machine:
     peer_gbps: float = 20.0  # what a GPU receives from the others in collectives; about 230 over NVLink
     gpu_link_gbps: Mapping[int, float] = field(default_factory=dict)  # as both_gbps, of each GPU alone, by its index
     all_gpus_gbps: float | None = None  # as both_gbps, of the slowest GPU while all copy; None: not measured
+    hosts: int = 1  # equal hosts like this one, for plans
+    network_gbps: float = (
+        12.5  # network between hosts, of each GPU's share and each way, as collectives reach; not measured
+    )
     link: str = ""  # of the GPU, as the system describes it: `PCIe 5 x16`
     versions: str = ""  # torch and CUDA used for measuring
 
@@ -204,7 +208,7 @@ def _wanted(name: str, value: Any, may_be_zero: bool) -> str | None:
         return "map numbers of threads to rates" if threads and not (value and all(map(_is_count, value))) else None
     if not _is_figure(value) or value < 0 or (value == 0 and not may_be_zero):
         return "be a number" if may_be_zero else "be a positive number"
-    return "be a whole number" if name in ("gpus_per_node", "gpus") and not isinstance(value, int) else None
+    return "be a whole number" if name in ("gpus_per_node", "gpus", "hosts") and not isinstance(value, int) else None
 
 
 def _is_figure(value: Any) -> TypeGuard[int | float]:

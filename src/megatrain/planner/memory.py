@@ -140,7 +140,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
     slots = options.slots(choice, len(passing))
     edges = shape.embedding * options.passes(choice.resident_embedding)
     edges += shape.head * options.passes(choice.resident_head)
-    resident = choice.resident_elements(shape) / options.ranks
+    resident = choice.resident_elements(shape) / options.shards
     width = options.optim.bytes_per_parameter
     lines: dict[str, float] = {
         f"resident units: weights and optimizer states ({width} bytes a parameter)": width * resident,
@@ -164,7 +164,7 @@ def _moments(
     hidden = cut.tokens * shape.hidden * options.compute_bytes
     inputs, held = _held_by_layer(shape, step, options, choice)
     # of resident units; with several accumulation steps their fp32 sums are a fixed line
-    gradient = options.transport_bytes / options.ranks if choice.accumulation_steps == 1 else 0
+    gradient = options.transport_bytes / options.shards if choice.accumulation_steps == 1 else 0
     # the final norm: an fp32 copy of its input, its result before and after the weight, and the gradient of the result
     norm = hidden * 3 + (cut.tokens * shape.hidden * 4 if options.compute_bytes == 2 else 0)
     norm_backward = norm + 12 * cut.tokens * shape.hidden
@@ -246,7 +246,7 @@ def cpu_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choic
 def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, int]:
     """Of one rank."""
     cut = Cut.of(step, choice)
-    elements = (shape.parameters - choice.resident_elements(shape)) / options.ranks
+    elements = (shape.parameters - choice.resident_elements(shape)) / options.shards
     if options.compute == "bf16":
         lines = {
             "hi: bf16 weights (2 bytes a parameter)": 2 * elements,
@@ -266,10 +266,10 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
     ]
     if not options.gradient_plane or choice.accumulation_steps > 1 or options.staged:
         slabs = max(1, min(options.gradient_slabs, len(streamed)))
-        in_slabs = (slabs * widest + sum(edges)) / options.ranks
+        in_slabs = (slabs * widest + sum(edges)) / options.shards
         lines[f"{slabs} gradient slabs, and of embedding and head"] = in_slabs * options.transport_bytes
     if options.staged:
-        lines["staging buffers"] = 2 * max(widest, *edges) / options.ranks * options.stream_bytes
+        lines["staging buffers"] = 2 * max(widest, *edges) / options.shards * options.stream_bytes
     hidden = cut.tokens * shape.hidden * options.compute_bytes
     lines[f"offloaded inputs of {choice.offloaded} layers"] = choice.offloaded * hidden
     return {name: int(size) for name, size in lines.items() if size}

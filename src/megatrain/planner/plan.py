@@ -97,10 +97,23 @@ class Options:
     gradient_slabs: int = 12
     staged: bool = False  # planes are not pinned; copies go through two pinned buffers
     threads: int | None = None  # AdamW threads of a rank
-    ranks: int = 1  # processes, one GPU each, that share the state; step, choice and bytes are those of one
+    ranks: int = 1  # processes, one GPU each; step, choice and bytes are those of one
+    hosts: int = 1  # equal hosts of these ranks
+    replicas: int = 1  # copies of the state, one on each host, or one for all ranks
+    replicate_hosts: Literal["auto"] | bool = "auto"  # auto: the faster number of copies
     offload_input: Literal["auto", "on", "off"] = (
         "auto"  # inputs of recomputed layers: as many as necessary, all, or none
     )
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the state."""
+        return self.ranks // self.replicas
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of one host."""
+        return self.ranks // self.hosts
 
     @property
     def compute_bytes(self) -> int:
@@ -109,7 +122,7 @@ class Options:
     @property
     def staging_bytes(self) -> float:
         """Device bytes per element of a gradient that leaves the device; ranks sum it in fp32, and round their shard."""
-        return self.transport_bytes if self.ranks == 1 else 4 + (4 + self.transport_bytes) / self.ranks
+        return self.transport_bytes if self.ranks == 1 else 4 + (4 + self.transport_bytes) / self.shards
 
     def passes(self, is_resident: bool) -> bool:
         """Whether a unit passes through a weight slot: resident units do, too, where each rank holds a shard of them."""
@@ -152,6 +165,7 @@ class Options:
             gradient_plane=self.gradient_plane,
             compile="auto" if self.compiled else "off",
             threads=self.threads,
+            replicas=self.replicas,
         )
 
 
@@ -300,6 +314,8 @@ class Plan:
             **{name: getattr(self, name) for name in ("model", "machine", "parameters", "threads", "steps")},
             "rows": self.step.rows,
             "gpus": self.options.ranks,
+            "hosts": self.options.hosts,
+            "replicas": self.options.replicas,
             "tokens_per_row": self.step.tokens,
             "execution": self.execution.as_dict(),
             "host_bytes": {**self.host, "total": self.host_bytes, "allowed": caps.host_bytes},

@@ -218,10 +218,10 @@ def _host_needed(request: PlanRequest, choice: Choice) -> list[str]:
     lines = host_lines(request.shape, request.step, request.options, choice)
     width = request.options.optim.bytes_per_parameter + request.options.gradient_bytes(choice.accumulation_steps)
     other = PROCESS_BYTES + sum(size for name, size in lines.items() if "offloaded" in name or "slabs" in name)
-    ranks = request.options.ranks
+    ranks = request.options.shards
     most = choice.resident_elements(request.shape) + ranks * max(0, request.caps.host_bytes - other) / width
     return [
-        f"a host with {gib(ranks * sum(lines.values()))} for the run",
+        f"a host with {gib(request.options.local_ranks * sum(lines.values()))} for the run",
         f"a model of at most about {abbreviated(most)} parameters",
     ]
 
@@ -248,7 +248,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if (ranks := plan.options.ranks) > 1:
         rows = counted(-(-step.rows // ranks), "row")
-        yield f"  {ranks} GPUs, one process each, with {rows} of the step and 1/{ranks} of the state"
+        hosts, shards = plan.options.hosts, plan.options.shards
+        copies = (
+            "" if hosts == 1 else "; a copy on each host" if plan.options.replicas > 1 else "; one copy on all hosts"
+        )
+        where = "" if hosts == 1 else f" of {hosts} hosts"
+        yield f"  {ranks} GPUs{where}, one process each, with {rows} of the step and 1/{shards} of the state{copies}"
     yield from (f"  warning: {warning}" for warning in plan.warnings)
     yield f"  placement: {_placement(plan)}"
     yield f"  activations: {_activations(plan)}"
@@ -256,8 +261,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"  AdamW on the host: {counted(plan.threads, 'thread')}{each}"
     yield from _table(f"host memory{each}", plan.host, plan.caps.host_bytes)
     if ranks > 1:
-        sizes = " of ".join(gibs(ranks * plan.host_bytes, ranks * plan.caps.host_bytes))
-        yield f"  host memory of all processes: {sizes}"
+        local = plan.options.local_ranks
+        sizes = " of ".join(gibs(local * plan.host_bytes, local * plan.caps.host_bytes))
+        yield f"  host memory of all processes{'' if plan.options.hosts == 1 else ' of a host'}: {sizes}"
     yield from _table(f"device memory{each}, worst in the {plan.device_moment}", plan.device, plan.caps.device_bytes)
     yield from _table("disk, one checkpoint", plan.disk, None)
     yield f"  seconds of a step: {timeline.step:.3f}, of which"

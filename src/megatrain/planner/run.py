@@ -81,6 +81,7 @@ def execution_plan(
     import torch
 
     memory, precision = run.memory, run.precision
+    unplanned_replicas = hosts_of_job() if run.run.replicate_hosts is True else 1
     if not training:
         plan = ExecutionPlan(
             microbatch_rows=run.batch.microbatch_rows,
@@ -89,11 +90,12 @@ def execution_plan(
             gradient_plane=memory.gradient_plane and precision.compute_dtype == "fp16",
             compile=run.activations.compile,
             threads=run.run.threads,
+            replicas=unplanned_replicas,
         )
     elif run.run.device != "cpu" and torch.cuda.is_available():
         plan = (made or plan_run(run, total_steps=total_steps)).execution
     else:
-        plan = options_of(run).execution()
+        plan = replace(options_of(run).execution(), replicas=unplanned_replicas)
     return replace(
         plan,
         pin=memory.pin,
@@ -132,15 +134,15 @@ def plan_run(
     folder = find_model_folder(run.model.path)
     config = load_model_config(folder, run.model.trust_remote_code)
     memory = run.memory
-    ranks = 1
     if machine_file is not None:
         machine = load_machine(machine_file)
         if machine.device_gib == 0:
             raise UserError("has no GPU to plan for", f"{machine_file}: device_gib", "give the memory of a GPU")
         host_bytes, device_bytes = int(machine.host_gib * GIB), int(machine.device_gib * GIB)
-        ranks = machine.gpus if run.run.gpus == "auto" else run.run.gpus
+        hosts = machine.hosts
+        ranks = hosts * (machine.gpus if run.run.gpus == "auto" else run.run.gpus)
     else:
-        ranks = ranks_of(run)
+        ranks, hosts = ranks_of(run), hosts_of_job()
         machine = probe("cuda" if run.run.device == "cuda" else "auto")
         if machine.device_gib == 0:
             remedy = "give a machine with one by --machine FILE (docs/machines); on a CPU training needs no plan"
@@ -156,16 +158,20 @@ def plan_run(
     )
     shape, step = _shape_of_run(run, config, folder.name), StepSize(run.rows_per_step, run.data.max_tokens)
     if run.engine == "mesh":
-        ranks = 1
+        ranks = hosts = 1
     steps = total_steps or run.schedule.steps
 
     def request(count: int) -> PlanRequest:
-        return request_of(shape, machine, step, limits.caps, replace(options_of(run), ranks=count), limits)
+        options = replace(options_of(run), ranks=count, hosts=-(-count // (ranks // hosts)))
+        return request_of(shape, machine, step, limits.caps, options, limits)
 
     made = _planned(request(ranks), steps) if then is None else _resumed(request(ranks), run, then, steps)
     scaling: dict[int, float | None] = {}
+    per_host = ranks // hosts
     for count in (n for n in range(1, ranks + 1) if compare and ranks > 1 and (n == ranks or n.bit_count() == 1)):
-        best = Search(request(count)).best()
+        if count > per_host and count % per_host:
+            continue
+        best = Search(with_replicas(request(count))).best()
         scaling[count] = None if best is None else step.all_tokens / best.seconds
     mesh = ("engine: mesh: this plans one GPU with the host engine; --world N ranks the layouts of N GPUs",)
     warnings = (*(mesh if run.engine == "mesh" else ()), *warnings_of(run, config))
@@ -181,6 +187,13 @@ def ranks_of(run: RunConfig) -> int:
     if launch.world_size() > 1 or run.run.gpus == 1:
         return launch.world_size()
     return max(1, torch.cuda.device_count()) if run.run.gpus == "auto" else run.run.gpus
+
+
+def hosts_of_job() -> int:
+    """Hosts of torchrun's processes."""
+    from megatrain.engine.mesh import launch
+
+    return max(1, launch.world_size() // launch.local_world_size())
 
 
 def plan_step(
@@ -217,11 +230,24 @@ def request_of(
     if options.ranks == 1:
         return PlanRequest(shape, machine, step, caps, options, limits)
     share = StepSize(-(-step.rows // options.ranks), step.tokens)
-    caps = replace(caps, host_bytes=caps.host_bytes // options.ranks)
+    caps = replace(caps, host_bytes=caps.host_bytes // options.local_ranks)
     return PlanRequest(shape, machine, share, caps, options, all_rows=step.rows)
 
 
+def with_replicas(request: PlanRequest) -> PlanRequest:
+    """The request with one copy of the state on each host, or one for all hosts: as the user says, else the faster one."""
+    options = request.options
+    if options.hosts == 1:
+        return request
+    several, one = (replace(request, options=replace(options, replicas=count)) for count in (options.hosts, 1))
+    if options.replicate_hosts != "auto":
+        return several if options.replicate_hosts else one
+    found = [(each, best.seconds) for each in (several, one) if (best := Search(each).best()) is not None]
+    return min(found, key=lambda pair: pair[1])[0] if found else one
+
+
 def _planned(request: PlanRequest, steps: int | None) -> Plan:
+    request = with_replicas(request)
     best = Search(request).best()
     if best is None:
         raise PlanRefused(refusal(request))
@@ -230,6 +256,7 @@ def _planned(request: PlanRequest, steps: int | None) -> Plan:
 
 def _resumed(request: PlanRequest, run: RunConfig, then: Mapping[str, Any], steps: int | None) -> Plan:
     """The plan of a resumed run: see [Note: the cut and the bits] in keep.py."""
+    request = with_replicas(request)
     kept = keep(request, run, then)
     if kept.choice is not None:
         return replace(plan_of(request, kept.choice, steps), remarks=kept.remarks)
@@ -248,7 +275,7 @@ def plan_of(request: PlanRequest, choice: Choice, steps: int | None = None) -> P
         step=StepSize(request.all_rows or step.rows, step.tokens),
         options=options,
         choice=choice,
-        threads=options.threads or max(1, machine.threads // options.ranks),
+        threads=options.threads or max(1, machine.threads // options.local_ranks),
         placement={name: "device" if choice.is_resident(name) else "host" for name in shape.unit_elements},
         host=host_lines(shape, step, options, choice),
         device=device.lines,
@@ -284,6 +311,7 @@ def options_of(run: RunConfig, compute: DtypeName | None = None) -> Options:
         staged=run.memory.pin == "staged",
         threads=run.run.threads,
         offload_input=run.activations.offload_input,
+        replicate_hosts=run.run.replicate_hosts,
     )
 
 

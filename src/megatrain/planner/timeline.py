@@ -18,7 +18,8 @@ Each rank copies its shard of a unit, then all gather it, one after the other on
 too. With a slot for each layer that is done once a step. A gradient is summed over the ranks before its shard leaves. These
 collectives take part of the GPU from the layers that compute meanwhile: on two H200 a gather of 0.8 ms delays them by 0.9 ms, a
 reduction of 1.7 ms by 0.85 ms. All ranks together update at the host's rate, so the updates take as long as one rank's of
-everything.
+everything. Where each host holds a replica, the shards of a gradient are added up over the network, and each host updates its own
+copy; where all hosts share one copy, gathers and sums go over the network, and the hosts update together.
 """
 
 from __future__ import annotations
@@ -204,12 +205,17 @@ class _Pipeline:
         self.layers = [kinds[shape.groups[i], policy] for i, policy in enumerate(choice.policies)]
         self.head_s = head_seconds(shape, machine, options, cut)
         self.hidden_bytes = cut.tokens * shape.hidden * options.compute_bytes
-        self.one_way, self.both = (rate * 1e9 for rate in machine.link_gbps(options.ranks))
+        self.one_way, self.both = (rate * 1e9 for rate in machine.link_gbps(options.local_ranks))
         if options.staged:  # a thread copies into the staging buffer at the host's speed
             self.one_way = self.both = min(self.both, machine.host_bandwidth_gbps * 1e9 / 6)
-        others = (options.ranks - 1) / options.ranks / (machine.peer_gbps * 1e9)  # s per byte of a whole unit
+        shards, replicas = options.shards, options.replicas
+        peer, network = machine.peer_gbps * 1e9, machine.network_gbps * 1e9
+        if shards > options.local_ranks:  # every GPU of a host has its share of the network's rate
+            peer = min(peer, options.local_ranks * network)
+        others = (shards - 1) / shards / peer  # s per byte of a whole unit
+        between = 2 * (replicas - 1) / replicas / shards / network  # the sum of a shard over hosts with a replica each
         self.gather_s = [size * options.stream_bytes * others for size in shape.layers]
-        self.reduce_s = [size * max(4, options.transport_bytes) * others for size in shape.layers]
+        self.reduce_s = [size * max(4, options.transport_bytes) * (others + between) for size in shape.layers]
         self.edge_s = options.stream_bytes * others  # s per element of an edge
         self.now = 0.0  # the compute stream
         self.h2d, self.d2h = _Link(), _Link()
@@ -227,7 +233,7 @@ class _Pipeline:
 
     def shard_bytes(self, layer: int, width: int) -> float:
         """Bytes of this rank's part of a layer on the link."""
-        return self.shape.layers[layer] * width / self.options.ranks * self.streamed(layer)
+        return self.shape.layers[layer] * width / self.options.shards * self.streamed(layer)
 
     def compute(self, seconds: float, after: float = 0.0) -> None:
         self.now = max(self.now, after) + seconds
@@ -276,7 +282,7 @@ class _Pipeline:
                 staging[number % 2] = arrived
             if self.streamed(layer) and (choice.accumulation_steps > 1 or not options.gradient_plane):
                 speed = ADD_SPEEDUP if options.gradient_plane else 1.0
-                rate = self.machine.adamw_rate(host_threads(options))
+                rate = self.machine.adamw_rate(host_threads(options)) * options.shards / options.local_ranks
                 adds = max(adds, arrived) + shape.layers[layer] / (speed * rate)
         self.adds_end = max(self.adds_end, adds)
         self.slot_free = [self.now] * len(self.slot_free)
@@ -287,7 +293,7 @@ class _Pipeline:
         gather_s = self.shape.embedding * self.edge_s
         if not embedding and not gather_s:
             return 0.0
-        nbytes = embedding * self.options.stream_bytes / self.options.ranks
+        nbytes = embedding * self.options.stream_bytes / self.options.shards
         ready = self.h2d.copy(nbytes, updated.get("embedding", 0.0), self.one_way, gather_s)
         waited = max(0.0, ready - self.now)
         self.now = max(self.now, ready)
@@ -299,7 +305,7 @@ def simulate(
 ) -> Timeline:
     """One step of a long run, with AdamW at a share of the host's rate. See [Note: the pipeline]."""
     line = _Pipeline(shape, machine, step, options, choice)
-    rate, ranks = host_share * _host_rate(machine, options), options.ranks
+    rate, ranks = host_share * _host_rate(machine, options), options.shards
     host = {name: size for name, size in shape.unit_elements.items() if not choice.is_resident(name)}
     adamw_s = sum(host.values()) / rate
     resident_s = choice.resident_elements(shape) / ranks / (machine.device_adamw_gparams * 1e9 * _smaller(options))
@@ -347,10 +353,14 @@ def simulate(
 
 
 def _host_rate(machine: Machine, options: Options) -> float:
-    """AdamW's rate on the host [parameters/s]. Smaller states save memory traffic, as far as the arithmetic keeps up."""
+    """AdamW's rate on the hosts of a copy of the state [parameters/s].
+
+    Smaller states save memory traffic, as far as the arithmetic keeps up.
+    """
     threads = host_threads(options)
     rate, count = machine.adamw_rate(threads), threads or machine.threads
-    return min(rate * _smaller(options), max(rate, machine.adamw_rate(1) * count))
+    hosts = options.shards / options.local_ranks  # that update one copy of the state together
+    return hosts * min(rate * _smaller(options), max(rate, machine.adamw_rate(1) * count))
 
 
 def _smaller(options: Options) -> float:
@@ -359,8 +369,8 @@ def _smaller(options: Options) -> float:
 
 
 def host_threads(options: Options) -> int | None:
-    """AdamW threads of all ranks; None: the best number."""
-    return None if options.threads is None else options.threads * options.ranks
+    """AdamW threads of a host's ranks; None: the best number."""
+    return None if options.threads is None else options.threads * options.local_ranks
 
 
 def _updates_end(host: dict[str, int], rate: float, line: _Pipeline) -> dict[str, float]:
@@ -369,7 +379,7 @@ def _updates_end(host: dict[str, int], rate: float, line: _Pipeline) -> dict[str
     clock = 0.0
     for name, elements in host.items():
         arrival = (
-            elements * line.options.transport_bytes / line.options.ranks / line.both if name == "embedding" else 0.0
+            elements * line.options.transport_bytes / line.options.shards / line.both if name == "embedding" else 0.0
         )
         clock = max(clock, arrival) + elements / rate
         ends[name] = clock

@@ -301,7 +301,7 @@ def _keys_of_the_host_engine(run: RunConfig) -> list[str]:
         ),
         "optim": (run.optim, OptimConfig(), ["moments"]),
         "precision": (run.precision, PrecisionConfig(), ["grad_transport"]),
-        "run": (run.run, RunSection(dir=run.run.dir), ["threads"]),
+        "run": (run.run, RunSection(dir=run.run.dir), ["threads", "replicate_hosts"]),
     }
     return [
         f"{section}.{key}"
