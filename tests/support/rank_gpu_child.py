@@ -58,6 +58,8 @@ CASES = [
     RankGpuCase("resident", {"resident": "all"}),
     RankGpuCase("some-resident", {"resident": ("embedding", "layer.1"), "accumulation_steps": 2}),
     RankGpuCase("kept-and-offloaded", {"keep": (0,), "offload_input": (1, 2), "weight_slots": 3}),
+    RankGpuCase("replicas", {"replicas": 2, "resident": ("layer.1",)}),
+    RankGpuCase("replicas-accumulated", {"replicas": 2, "accumulation_steps": 2, "microbatch_rows": 1}),
     RankGpuCase("tied-gemma2", {"resident": ("head", "layer.0")}, family="gemma2"),
     RankGpuCase("compiled", {"compile": "on"}, steps=10, tolerance=2e-3),
 ]

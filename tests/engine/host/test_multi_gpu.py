@@ -1,4 +1,4 @@
-"""On two CUDA devices: streams delayed at random change no bit, and losses follow those of one device."""
+"""On two CUDA devices, or four: streams delayed at random change no bit, and losses follow those of one device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ LIMIT_S = 280
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
-    """The results by case, and the end of the processes' output. RANKS_DEVICE=cpu rehearses it."""
+    """The results by case, and the end of the processes' output. RANKS_DEVICE=cpu rehearses it; RANKS_GPUS: 2 or 4."""
     file = tmp_path_factory.mktemp("gpu") / "results.jsonl"
     path = os.pathsep.join([str(ROOT / "src"), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", os.environ.get("RANKS_GPUS", "2")]
     command += [str(SUPPORT / "rank_gpu_child.py"), str(file), "--device", os.environ.get("RANKS_DEVICE", "cuda")]
     with (file.parent / "output").open("w+") as output:
         try:
