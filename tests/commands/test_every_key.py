@@ -163,6 +163,7 @@ ONE_PROCESS: dict[str, Row] = {
     "alerts that go back": Row(alerts("rollback", "0.5")),
     "no alerts": Row(alerts("warn", "null") + " --run.deterministic=false"),
     "seed": Row("--run.seed=7", "other"),
+    "one copy for all hosts": Row("--run.replicate_hosts=false"),
     "run": Row(
         "--run.replicate_hosts=true "
         "--run.device=auto --run.gpus=1 --run.max_restarts=0 --run.threads=2 --run.deterministic=true --run.max_bad_steps=2 "

@@ -56,6 +56,8 @@ CASES = [
     RankGpuCase("staged", {"pin": "staged"}),
     RankGpuCase("accumulated", {"accumulation_steps": 2, "microbatch_rows": 1}),
     RankGpuCase("resident", {"resident": "all"}),
+    RankGpuCase("replicated", {"resident": "all", "weight_slots": "all", "accumulation_steps": 2}),
+    RankGpuCase("a-copy-on-each-host", {"replicas": 2}),
     RankGpuCase("some-resident", {"resident": ("embedding", "layer.1"), "accumulation_steps": 2}),
     RankGpuCase("kept-and-offloaded", {"keep": (0,), "offload_input": (1, 2), "weight_slots": 3}),
     RankGpuCase("replicas", {"replicas": 2, "resident": ("layer.1",)}),
