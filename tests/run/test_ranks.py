@@ -27,6 +27,7 @@ from megatrain.engine.host.engine import HostEngine
 from megatrain.engine.mesh import watchdog
 from megatrain.errors import UserError
 from megatrain.metrics.record import read_records
+from megatrain.run.engine_factory import check_host_ranks
 from megatrain.run.ranks import processes_of
 from tiny_run import config, prepare
 
@@ -244,6 +245,15 @@ def test_an_evaluation_on_ranks_is_that_of_one_process(
         assert output.count("validation loss") == 1, output
         found.append(float(re.findall(r"validation loss ([\d.]+)", output)[0]))
     assert found[1] == pytest.approx(found[0], abs=2e-4)
+
+
+def test_unequal_hosts_cannot_have_a_copy_each(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for allowed in ("auto", "false"):
+        check_host_ranks(load_config(files / "run.yaml", [f"run.replicate_hosts={allowed}"]))
+    with pytest.raises(UserError, match=r"run.replicate_hosts: .* there are 3, 2 of them on one host"):
+        check_host_ranks(load_config(files / "run.yaml", ["run.replicate_hosts=true"]))
 
 
 def start(files: Path, run: Path, *words: str) -> subprocess.Popen[str]:

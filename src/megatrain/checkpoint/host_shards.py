@@ -104,7 +104,7 @@ class HostShards(HostPlanes):
                     self._take_error = ReplicasDiffer(
                         f"ranks {rank % count} and {rank} hold different values of the same part of {name}",
                         str(self.directory),
-                        "resume from the newest checkpoint; if it happens again, let the hosts share one copy",
+                        "resume from the newest checkpoint; if it happens again, use run.replicate_hosts: false",
                     )
                     return
 

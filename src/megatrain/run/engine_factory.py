@@ -196,6 +196,12 @@ def check_host_ranks(run: RunConfig) -> None:
         if value == "rollback":
             what = "ranks see different times and cannot roll back each by itself"
             problems.found.append(UserError(what, f"alerts.{name}", "use save or stop, or run.gpus: 1"))
+    world, local = launch.world_size(), launch.local_world_size()
+    if run.run.replicate_hosts is True and world % local:
+        what = (
+            f"hosts with a copy each need the same number of processes; there are {world}, {local} of them on one host"
+        )
+        problems.found.append(UserError(what, "run.replicate_hosts", "use auto or false, or the same --nproc-per-node"))
     with problems.collect():
         refuse_dropout(load_model_config(find_model_folder(run.model.path), run.model.trust_remote_code))
     problems.raise_all()
