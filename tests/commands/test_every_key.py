@@ -118,6 +118,7 @@ ONE_PROCESS: dict[str, Row] = {
     "betas": Row("--optim.betas=[0.5, 0.9]", "other"),
     "eps": Row("--optim.eps=1e-2", "other"),
     "bf16 moments": Row("--optim.moments=bf16", "other"),
+    "int8 moments": Row("--optim.moments=int8", "other"),
     "clipping": Row("--optim.max_grad_norm=0.01 --optim.eps=1e-3", "other"),
     "no clipping": Row("--optim.max_grad_norm=null", "other"),
     "groups": Row("--optim.groups=[{{pattern: mlp, weight_decay: 0.5, lr_scale: 0.1}}]", "other"),

@@ -146,7 +146,7 @@ def test_bytes_follow_the_storage_and_other_words_are_refused() -> None:
     assert (AdamW().bytes_per_parameter, AdamW(moments="bf16").bytes_per_parameter) == (12, 8)
     assert AdamW(moments="bf16").update_bytes(2) == 18
     wrong: Any = "fp8"
-    with pytest.raises(UserError, match="moments = 'fp8' is not one of fp32, bf16"):
+    with pytest.raises(UserError, match="moments = 'fp8' is not one of fp32, bf16, int8"):
         AdamW(moments=wrong)
     with pytest.raises(UserError, match="keeps moments in fp32"):
         AdamW(moments="bf16").torch_optimizer([], None)

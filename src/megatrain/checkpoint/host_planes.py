@@ -41,6 +41,7 @@ from megatrain.checkpoint.writer import SavePlan, UnitsPlan, write_planned
 from megatrain.errors import PlanRefused
 from megatrain.host_memory.arena import PAGE_BYTES, Arena, two_pinned
 from megatrain.host_memory.available import available_host_bytes
+from megatrain.host_memory.layout import values_of
 from megatrain.host_memory.store import HostStore, UnitPlanes
 from megatrain.models.structure import Unit
 from megatrain.optim.updater import CpuUpdater
@@ -263,7 +264,8 @@ class HostPlanes(SaveSource):
         if copy is not None:
             source = self._store.units[unit].state()
             for kind, plane in self._saved(copy).items():
-                plane[start:end].copy_(source[kind][start:end])
+                part = values_of(kind, slice(start, end))
+                plane[part].copy_(source[kind][part])
 
     def _copy_ended(self, unit: str, copy: UnitPlanes | None = None) -> None:
         with self._changed:

@@ -27,6 +27,7 @@ from megatrain.checkpoint.host_planes import HostPlanes, UnitState
 from megatrain.checkpoint.shared_write import SharedWrite
 from megatrain.device.shards import Shards
 from megatrain.errors import ReplicasDiffer
+from megatrain.host_memory.layout import elements_per_value
 from megatrain.host_memory.store import UnitPlanes
 
 
@@ -68,7 +69,12 @@ class HostShards(HostPlanes):
             return None
         own, size = self._store.units[name], self._store.units[name].layout.numel
         return UnitPlanes.of(
-            name, own.layout, {kind: torch.empty(size, dtype=plane.dtype) for kind, plane in self._saved(own).items()}
+            name,
+            own.layout,
+            {
+                kind: torch.empty(-(-size // elements_per_value(kind)), dtype=plane.dtype)
+                for kind, plane in self._saved(own).items()
+            },
         )
 
     def _gather(self, units: Mapping[int, str], whole: UnitPlanes | None) -> None:
@@ -124,7 +130,7 @@ class HostShards(HostPlanes):
         except BaseException as error:  # noqa: BLE001  `_room` raises it
             self._take_error = error
             own = self._store.units[name]
-            nothing = {kind: torch.zeros(own.numel, dtype=plane.dtype) for kind, plane in self._saved(own).items()}
+            nothing = {kind: torch.zeros(plane.shape, dtype=plane.dtype) for kind, plane in self._saved(own).items()}
             return UnitPlanes.of(name, own.layout, nothing, start=own.start)
 
 

@@ -48,10 +48,12 @@ from megatrain.checkpoint.format import (
     verify_file,
 )
 from megatrain.errors import MegatrainError, UserError
+from megatrain.host_memory.layout import BLOCK_ELEMENTS, SCALES, elements_per_value, values_of
 from megatrain.host_memory.store import HostStore, UnitPlanes, join
 from megatrain.models.conversion import Conversion
 from megatrain.models.structure import Structure, Unit
 from megatrain.models.weights import find_weight_files, load_weights, resolve_ties, write_masters
+from megatrain.optim.blocks import CODES, decode, encode
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.paths import parse_json, read_json
 from megatrain.units import dtype_name
@@ -184,10 +186,13 @@ class OpenCheckpoint:
             wanted: Full name -> boxes of the whole tensor.
 
         Returns:
-            None if the family's conversion changes a tensor or the unit has buffers, so that it must be read whole.
+            None if the family's conversion changes a tensor, the unit has buffers, or states are 8-bit codes, so that it must be
+            read whole.
         """
         names = {full for _, full in unit.full_names()}
         shapes = {full: unit.layout.by_name[local].shape for local, full in unit.full_names()}
+        if any(self._states[key].dtype(key) in CODES for key in self._states):
+            return None
         if set(self._plan.units.get(unit.name, [])) != names or not all(self._is_plain(n, shapes[n]) for n in wanted):
             return None
         return {full: [self._box(full, box) for box in boxes] for full, boxes in wanted.items()}
@@ -210,9 +215,9 @@ class OpenCheckpoint:
     def _refuse_other_states(self) -> None:
         """Refuse other shapes, and states that are missing or of another dtype."""
         saved = {key.partition("/")[0]: self._states[key].dtype(key) for key in self._states}
-        states = {name: dtype for name, dtype in saved.items() if name != "lo"}
+        states = {name: dtype for name, dtype in saved.items() if name != "lo" and not name.endswith(SCALES)}
         if self._optim is not None:
-            states = self._optim.state_dtypes
+            states = {state.name: state.dtype for state in self._optim.states}
         for unit in self._structure.units:
             for entry, (_, full) in zip(unit.layout.entries, unit.full_names(), strict=True):
                 for name, dtype in states.items():
@@ -224,7 +229,9 @@ class OpenCheckpoint:
                         what = f"is a checkpoint of another model: {full} has shape {shape}, not {entry.shape}"
                         raise UserError(what, str(self.directory))
                     found = self._states[key].dtype(key)
-                    if found != dtype and not (self._convert_states and found.is_floating_point):
+                    if found in CODES:
+                        self._refuse_other_scales(state_key(name + SCALES, full), entry.numel)
+                    if found != dtype and not (self._convert_states and (found.is_floating_point or found in CODES)):
                         raise UserError(
                             f"holds {key} as {_word(found)}, the optimizer keeps it as {_word(dtype)}",
                             str(self.directory),
@@ -234,7 +241,15 @@ class OpenCheckpoint:
         changed = {name: dtype for name, dtype in states.items() if saved.get(name, dtype) != dtype}
         for name, dtype in changed.items():
             kinds = f"{_word(saved[name])} in {self.directory}, {_word(dtype)} from now on"
-            logger.warning("%s of the optimizer: %s%s", name, kinds, " (rounded)" if dtype.itemsize == 2 else "")
+            logger.warning("%s of the optimizer: %s%s", name, kinds, " (rounded)" if dtype.itemsize <= 2 else "")
+
+    def _refuse_other_scales(self, key: str, numel: int) -> None:
+        """Refuse codes without the scales of their blocks."""
+        if key not in self._states:
+            raise damaged(self.directory, f"{key} is in no state file")
+        shape, dtype, blocks = self._states[key].shape(key), self._states[key].dtype(key), -(-numel // BLOCK_ELEMENTS)
+        if (shape, dtype) != ((blocks,), torch.float32):
+            raise damaged(self.directory, f"{key} is {dtype} {shape}, not fp32 ({blocks},)")
 
     def _refuse_larger_weights(self) -> None:
         """Refuse a unit with more values than the model's, before memory is allocated for them: conversions keep the number."""
@@ -491,8 +506,23 @@ def _restore(
     else:
         lo = states[lo_key].read(lo_key)
         join(weight.reshape(-1)[wanted], lo.view(-1)[wanted], out=planes.hi[own])
-    for name, flat in planes.states.items():
-        read_into(state_key(name, full), flat)
+    for name in (kind for kind in planes.states if elements_per_value(kind) == 1):
+        plane, key = planes.states[name], state_key(name, full)
+        saved, scales_key = states[key].dtype(key), state_key(name + SCALES, full)
+        if saved not in CODES and plane.dtype not in CODES:
+            read_into(key, plane)
+        elif saved == plane.dtype:
+            read_into(key, plane)
+            scales = states[scales_key].read(scales_key)[values_of(name + SCALES, wanted)]
+            planes.states[name + SCALES][values_of(name + SCALES, own)].copy_(scales)
+        else:
+            values = states[key].read(key).view(-1)
+            values = decode(values, states[scales_key].read(scales_key)) if saved in CODES else values.float()
+            if plane.dtype in CODES:
+                scales = planes.states[name + SCALES][values_of(name + SCALES, own)]
+                encode(values[wanted], plane[own], scales)
+            else:
+                plane[own].copy_(values[wanted])
 
 
 def _refuse_other_model(directory: Path, saved: Set[str], structure: Structure, conversion: Conversion) -> None:
@@ -505,7 +535,9 @@ def _refuse_other_model(directory: Path, saved: Set[str], structure: Structure, 
 
 
 def _word(dtype: torch.dtype) -> str:
-    """`bf16`, `fp16`, `fp32`; torch's name for what only a checkpoint of somebody else holds."""
+    """`bf16`, `fp16`, `fp32`, `int8` (codes with scales); torch's name for what only a checkpoint of somebody else holds."""
+    if dtype in CODES:
+        return "int8"
     return dtype_name(dtype) if dtype in (torch.bfloat16, torch.float16, torch.float32) else str(dtype)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ def plan_save(
     element_bytes = units.optim.bytes_per_parameter
     if units.weights_only:
         element_bytes = 4 if units.keep_fp32 else 2
-    total_bytes = element_bytes * sum(unit.layout.numel for unit in structure.units) + SLACK_BYTES
+    total_bytes = math.ceil(element_bytes * sum(unit.layout.numel for unit in structure.units)) + SLACK_BYTES
     total_bytes += sum(file.stat().st_size for _, file in side_files)
     refuse_if_no_room(directory, total_bytes)
     saved = None if units.weights_only else to_json(dict(state))
@@ -322,8 +323,8 @@ def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsP
         else:
             weights[full], rest[state_key("lo", full)] = split(planes, local)
         if not plan.weights_only:
-            for name, plane in planes.states.items():
-                rest[state_key(name, full)] = planes.layout.view(plane, local)
+            for name in planes.states:
+                rest[state_key(name, full)] = planes.state_of(name, local)
     crcs = folder.crcs_of(weights)
     saved = to_checkpoint(plan.model, weights)
     folder.write_tensors(plan.weights_files[unit.name], saved)
@@ -379,7 +380,7 @@ def checkpoint_size(source: Path, trust_remote_code: bool, parameters: int, opti
 
     Headers, manifest and index take less than 1 MiB for a few hundred tensors, and less than a thousandth of large models.
     """
-    state = optim.bytes_per_parameter * parameters
+    state = math.ceil(optim.bytes_per_parameter * parameters)
     return state + state // 1000 + MIB + sum(file.stat().st_size for _, file in _side_files(source, trust_remote_code))
 
 

@@ -241,10 +241,10 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = key(0.01, "decoupled weight decay; not applied to norms and biases")
     betas: Betas = key((0.9, 0.999), "decay rates of the first and second moment")
     eps: PositiveFloat = key(1e-8, "term added to the denominator")
-    moments: Literal["fp32", "bf16"] = key(
+    moments: Literal["fp32", "bf16", "int8"] = key(
         "fp32",
-        "storage of the two moments; bf16: 4 bytes a parameter less and faster updates, with stochastic rounding; the "
-        "arithmetic and the weights stay fp32 (host engine)",
+        "storage of the two moments; bf16, int8 (in blocks with a scale): 4 or 6 bytes a parameter less, with stochastic "
+        "rounding; the arithmetic and the weights stay fp32 (host engine)",
     )
     max_grad_norm: PositiveFloat | None = key(1.0, "clip the global gradient norm to this value; null: no clipping")
     groups: tuple[GroupConfig, ...] = key((), "list of {pattern, weight_decay, lr_scale}")

@@ -12,10 +12,27 @@ from functools import cached_property
 
 import torch
 
-ALIGN_ELEMENTS = 64
-"""Tensors start at multiples of this: 128 bytes in bf16, for matrix kernels and vector loads."""
+BLOCK_ELEMENTS = 128
+"""Elements that share a scale in planes of 8-bit codes: [Note: 8-bit blocks] in optim/blocks.py."""
+ALIGN_ELEMENTS = BLOCK_ELEMENTS
+"""Tensors start at multiples of this: whole blocks, and 256 bytes in bf16, for matrix kernels and vector loads."""
 SHARD_ELEMENTS = 256
 """Shards are multiples of this: 512 bytes in bf16, for aligned copies and collectives."""
+
+
+SCALES = ".scale"
+"""End of the name of a plane of scales, one for each block of the plane before it (`m`, `m.scale`)."""
+
+
+def elements_per_value(kind: str) -> int:
+    """Elements of the flat range for which a plane of this kind has one value."""
+    return BLOCK_ELEMENTS if kind.endswith(SCALES) else 1
+
+
+def values_of(kind: str, elements: slice) -> slice:
+    """The values of a plane of this kind that belong to elements [start, stop) of its range; start at a block."""
+    step = elements_per_value(kind)
+    return slice(elements.start // step, -(-elements.stop // step))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.host_memory.arena import Arena, page_ceil
-from megatrain.host_memory.layout import WHOLE, FlatLayout, Shard
+from megatrain.host_memory.layout import WHOLE, FlatLayout, Shard, elements_per_value, values_of
 
 # Bounds the int32 temporaries to a few times 16 MiB.
 _BLOCK_NUMEL = 1 << 22
@@ -58,7 +58,7 @@ def _blocks(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> Iterato
 
 @dataclass
 class UnitPlanes:
-    """The planes of one unit, or of this rank's shard of it: flat tensors (n,) of equal length.
+    """The planes of one unit, or of this rank's shard of it: flat tensors (n,); planes of scales have a value per block.
 
     Attributes:
         hi, lo: The master, see [Note: exact split]; hi is the compute weight. If lo is None, hi is the fp32 master itself.
@@ -102,6 +102,13 @@ class UnitPlanes:
         first, end = max(entry.offset, self.start), min(entry.end, self.start + self.numel)
         end = max(first, end)
         return slice(first - entry.offset, end - entry.offset), slice(first - self.start, end - self.start)
+
+    def state_of(self, kind: str, name: str) -> torch.Tensor:
+        """The part of a state's plane that belongs to one tensor: in its shape, or its scales (blocks,). For whole units."""
+        if elements_per_value(kind) == 1:
+            return self.layout.view(self.states[kind], name)
+        entry = self.layout.by_name[name]
+        return self.states[kind][values_of(kind, slice(entry.offset, entry.end))]
 
     def read_master(self, name: str) -> torch.Tensor:
         """The exact fp32 master of one tensor, as a new CPU tensor. The planes must hold the whole unit."""
@@ -178,7 +185,10 @@ class HostStore:
         for name, layout in layouts:
             if name in resident:
                 kinds = {kind: dtype for kind, dtype in self.dtypes.items() if kind != "grad"}
-                planes = {k: torch.zeros(shard.numel(layout), dtype=t, device=device) for k, t in kinds.items()}
+                planes = {
+                    kind: torch.zeros(self._numel(kind, layout), dtype=dtype, device=device)
+                    for kind, dtype in kinds.items()
+                }
             else:
                 planes = {kind: next(tensors) for kind, tensors in on_host.items()}
             self.units[name] = UnitPlanes.of(name, layout, planes, name in resident, shard.start(layout))
@@ -270,23 +280,27 @@ class HostStore:
     def _all_arenas(self) -> list[tuple[str, Arena]]:
         return [*self._arenas.items(), *self._moved]
 
+    def _numel(self, kind: str, layout: FlatLayout) -> int:
+        """Values of a unit's plane of this kind."""
+        return -(-self.shard.numel(layout) // elements_per_value(kind))
+
     def _offsets(self, kind: str) -> list[int]:
         """Page-aligned start of each unit in a kind's arena, in bytes; then the end of the last one."""
         offsets, itemsize = [0], self.dtypes[kind].itemsize
         for _, layout in self._layouts:
-            offsets.append(page_ceil(offsets[-1] + self.shard.numel(layout) * itemsize))
+            offsets.append(page_ceil(offsets[-1] + self._numel(kind, layout) * itemsize))
         return offsets
 
     def _plane(self, kind: str) -> list[torch.Tensor]:
         """The planes of one kind of all units on the host, in a new arena."""
         dtype, offsets = self.dtypes[kind], self._offsets(kind)
         arena = self._arenas[kind] = Arena(offsets[-1])
-        sizes = [self.shard.numel(layout) for _, layout in self._layouts]
+        sizes = [self._numel(kind, layout) for _, layout in self._layouts]
         return [arena.tensor(offset, numel, dtype) for offset, numel in zip(offsets, sizes, strict=False)]
 
     def _own_plane(self, kind: str, layout: FlatLayout) -> torch.Tensor:
         """A plane of one unit, in a new arena."""
-        numel, dtype = self.shard.numel(layout), self.dtypes[kind]
+        numel, dtype = self._numel(kind, layout), self.dtypes[kind]
         arena = Arena(numel * dtype.itemsize)
         self._moved.append((kind, arena))
         return arena.tensor(0, numel, dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import UserError
+from megatrain.host_memory.layout import SCALES
 from megatrain.host_memory.store import UnitPlanes
 from megatrain.optim.rounding import unit_key
 from megatrain.optim.spec import OptimizerSpec, Segment, StateSpec, StepCoefficients, below, is_number
@@ -20,18 +21,22 @@ from megatrain.optim.spec import OptimizerSpec, Segment, StateSpec, StepCoeffici
 # An eps below this would be lost in the fp32 sum `sqrt(v) + eps`.
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
-Moments = Literal["fp32", "bf16"]
-"""Storage type of the moments; bf16 by stochastic rounding."""
+Moments = Literal["fp32", "bf16", "int8"]
+"""Storage type of the moments; bf16 and int8 by stochastic rounding, int8 in blocks with a scale."""
 
 
-def _states(dtype: torch.dtype) -> tuple[StateSpec, ...]:
+def _states(first: torch.dtype, second: torch.dtype) -> tuple[StateSpec, ...]:
     return (
-        StateSpec("m", dtype, "first moment", "exp_avg"),
-        StateSpec("v", dtype, "second moment", "exp_avg_sq"),
+        StateSpec("m", first, "first moment", "exp_avg"),
+        StateSpec("v", second, "second moment", "exp_avg_sq"),
     )
 
 
-_STATES: dict[Moments, tuple[StateSpec, ...]] = {"fp32": _states(torch.float32), "bf16": _states(torch.bfloat16)}
+_STATES: dict[Moments, tuple[StateSpec, ...]] = {
+    "fp32": _states(torch.float32, torch.float32),
+    "bf16": _states(torch.bfloat16, torch.bfloat16),
+    "int8": _states(torch.int8, torch.uint8),
+}
 
 
 class AdamWScalars(NamedTuple):
@@ -77,8 +82,8 @@ class AdamW(OptimizerSpec):
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019) with torch.optim.AdamW's arithmetic.
 
     Attributes:
-        moments: Storage type of both moments. The arithmetic is fp32 in any case, and the weights are updated before moments in
-            bf16 are rounded.
+        moments: Storage type of both moments. The arithmetic is fp32 in any case, and the weights are updated before
+            moments are rounded.
     """
 
     weight_decay: float = 0.01
@@ -130,6 +135,11 @@ class AdamW(OptimizerSpec):
         from megatrain.optim import kernels  # imports numba, which a reader of hyper-parameters does not need
 
         m, v = planes.states["m"], planes.states["v"]
+        if m.dtype == torch.int8:
+            scales = planes.states["m" + SCALES], planes.states["v" + SCALES]
+            kernel = functools.partial(kernels.adamw_blocks, planes.lo is not None)
+            lo = planes.hi if planes.lo is None else planes.lo
+            return kernels.rounding_by_blocks(kernel, (planes.hi, lo, m, scales[0], v, scales[1], grad), planes)
         if m.dtype == torch.bfloat16:
             lo = planes.hi if planes.lo is None else planes.lo  # not read without a split
             rounded = kernels.adamw_rounded_whole if planes.lo is None else kernels.adamw_rounded_split
@@ -143,7 +153,7 @@ class AdamW(OptimizerSpec):
     ) -> None:
         from megatrain.optim import kernels
 
-        if kernels.triton is not None and planes.hi.is_cuda:
+        if kernels.triton is not None and planes.hi.is_cuda and self.moments != "int8":
             for segment in segments:
                 scalars = _device_scalars(coefficients, segment.weight_decay, segment.lr_scale)
                 key = unit_key(coefficients.rounding_key, planes.name)

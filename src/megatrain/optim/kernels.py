@@ -31,8 +31,9 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from megatrain.host_memory.layout import BLOCK_ELEMENTS
 from megatrain.host_memory.store import UnitPlanes
-from megatrain.optim import rounding
+from megatrain.optim import blocks, rounding
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -42,6 +43,9 @@ except ImportError:
 
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _ZERO = np.float32(0.0)
+_UNIT_SIGNED, _UNIT_UNSIGNED = (np.float32(blocks.unit_of_code(dtype)) for dtype in blocks.CODES)
+_LARGEST_SCALE, _LEAST_CODE, _PER_2_16 = map(np.float32, (blocks.LARGEST_SCALE, blocks.LEAST_CODE, 2.0**-16))
+_CODED = BLOCK_ELEMENTS
 _FIRST, _SECOND = map(np.uint32, rounding.MULTIPLIERS)
 
 # Independent sums of `sum_of_squares`: a loop over them vectorises without reordering any of them.
@@ -158,6 +162,72 @@ def adamw_rounded_whole(master, unused, m, v, grad, start, end, scalars, key, fi
         master[i], m_i, v_i = _adamw(master[i], _widen(grad[i]), _widen(m[i]), _widen(v[i]), scalars)
         noise = _mixed(np.uint32(np.uint32(first + np.uint32(i)) ^ key))
         m[i], v[i] = _rounded(m_i, noise & np.uint32(0xFFFF)), _rounded(v_i, noise >> np.uint32(16))
+
+
+@_compiled
+def _root_of(value, signed):
+    """Root by which a share of the scale becomes a code; see optim/blocks.py."""
+    return np.sqrt(value) if signed else np.sqrt(np.sqrt(value))
+
+
+@_compiled
+def _magnitude(code, signed):
+    """Share of the scale that a code (fp32) stands for."""
+    power = code * code
+    return power * _UNIT_SIGNED if signed else power * power * _UNIT_UNSIGNED
+
+
+@_compiled
+def _encoded(size, scale, inverse, bits16, signed):
+    """The code of an absolute value, rounded up or down by 16 random bits: `blocks.encode`."""
+    largest = np.float32(127.0) if signed else np.float32(255.0)
+    lower = min(np.floor(_root_of(size * inverse, signed) * largest), np.float32(largest - np.float32(1.0)))
+    low, high = _magnitude(lower, signed) * scale, _magnitude(lower + np.float32(1.0), signed) * scale
+    share = np.float32(np.int32(bits16)) * _PER_2_16
+    code = lower + np.float32(1.0) if size - low > (high - low) * share else lower
+    if not signed and size > _ZERO and scale > _ZERO:
+        code = max(code, _LEAST_CODE)
+    return np.int32(code)
+
+
+@_compiled
+def adamw_blocks(split, hi, lo, m, m_scale, v, v_scale, grad, start, end, scalars, key, first):
+    """`adamw_split` or `adamw_whole` with moments in 8-bit blocks; `key` and `first` as for `adamw_rounded_split`."""
+    ms, vs = np.empty(_CODED, np.float32), np.empty(_CODED, np.float32)
+    for at in range(start, end, _CODED):
+        n = min(_CODED, end - at)
+        m_most, v_most = m_scale[at // _CODED], v_scale[at // _CODED]
+        m_bits, v_bits = np.int32(0), np.int32(0)
+        for i in range(n):
+            code = np.float32(m[at + i])
+            m_i = _magnitude(abs(code), True) * m_most
+            m_i = -m_i if code < _ZERO else m_i
+            v_i = _magnitude(np.float32(v[at + i]), False) * v_most
+            g = _widen(grad[at + i])
+            if split:
+                bits = np.int32(np.int32(np.int32(hi[at + i]) << np.int32(16)) + np.int32(lo[at + i]))
+                p, m_i, v_i = _adamw(_float_of(bits), g, m_i, v_i, scalars)
+                bits = _bits_of(p)
+                rounded = np.int32(np.int32(bits + np.int32(0x8000)) >> np.int32(16))
+                hi[at + i] = np.int16(rounded)
+                lo[at + i] = np.int16(bits - np.int32(rounded << np.int32(16)))
+            else:
+                hi[at + i], m_i, v_i = _adamw(hi[at + i], g, m_i, v_i, scalars)
+            ms[i], vs[i] = m_i, v_i
+            # bits of numbers that are not negative have the order of the numbers
+            m_bits = max(m_bits, _bits_of(min(abs(m_i), _LARGEST_SCALE)))
+            v_bits = max(v_bits, _bits_of(min(v_i, _LARGEST_SCALE)))
+        m_most, v_most = _float_of(m_bits), _float_of(v_bits)
+        m_most = _ZERO if m_most < _SMALLEST_NORMAL else m_most
+        v_most = _ZERO if v_most < _SMALLEST_NORMAL else v_most
+        m_scale[at // _CODED], v_scale[at // _CODED] = m_most, v_most
+        m_inverse = np.float32(1.0) / m_most if m_most > _ZERO else _ZERO
+        v_inverse = np.float32(1.0) / v_most if v_most > _ZERO else _ZERO
+        for i in range(n):
+            noise = _mixed(np.uint32(np.uint32(first + np.uint32(at - start + i)) ^ key))
+            code = _encoded(min(abs(ms[i]), _LARGEST_SCALE), m_most, m_inverse, noise & np.uint32(0xFFFF), True)
+            m[at + i] = np.int8(-code if ms[i] < _ZERO else code)
+            v[at + i] = np.uint8(_encoded(min(vs[i], _LARGEST_SCALE), v_most, v_inverse, noise >> np.uint32(16), False))
 
 
 def rounding_by_blocks(

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import UserError
+from megatrain.host_memory.layout import SCALES, elements_per_value, values_of
 from megatrain.host_memory.store import UnitPlanes, join, split_
+from megatrain.optim.blocks import CODES, decode, encode
 from megatrain.optim.rounding import noise, round_, step_key, unit_key
 
 MASTER_BYTES = 4
@@ -41,7 +43,8 @@ class StateSpec:
 
     Attributes:
         name: Name of the plane, and of the tensors in a checkpoint (`m/model.norm.weight`).
-        dtype: Storage type: fp32, or bf16 by stochastic rounding (of the first two states).
+        dtype: Storage type: fp32; or, by stochastic rounding and of the first two states, bf16, or int8 (signed) and uint8
+            (not negative): codes in blocks, with a plane of scales, see [Note: 8-bit blocks] in optim/blocks.py.
         label: Description in memory reports.
         torch_key: Key in the state of `OptimizerSpec.torch_optimizer`.
     """
@@ -142,7 +145,7 @@ class OptimizerSpec(ABC):
         weight_decay: Decay of matrices; norms and biases decay only by a group: see `hyper_parameters`.
         max_grad_norm: Clip the global gradient norm to this; None does not clip.
         groups: Exceptions; the first group that matches a name holds.
-        seed: Of the stochastic rounding of states in bf16.
+        seed: Of the stochastic rounding of states.
     """
 
     learning_rate: float = 1e-5
@@ -167,7 +170,7 @@ class OptimizerSpec(ABC):
         Args:
             master: fp32 (N,).
             grad: fp32 (N,), already multiplied by `gradient_scale`; may be overwritten.
-            states: By name, (N,) fp32 each; those that are stored in bf16 are rounded afterwards.
+            states: By name, (N,) fp32 each; those that are stored in fewer bits are rounded afterwards.
             scalars: From `StepCoefficients.scalars`.
         """
 
@@ -178,15 +181,22 @@ class OptimizerSpec(ABC):
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
-        """Storage type by state name."""
-        return {state.name: state.dtype for state in self.states}
+        """Storage type by plane of the states; planes of codes have their scales next to them."""
+        found: dict[str, torch.dtype] = {}
+        for state in self.states:
+            found[state.name] = state.dtype
+            if state.dtype in CODES:
+                found[state.name + SCALES] = torch.float32
+        return found
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of master and states."""
-        return MASTER_BYTES + sum(state.dtype.itemsize for state in self.states)
+    def bytes_per_parameter(self) -> float:
+        """Bytes of master and states; with 8-bit states not whole, because a block has one scale."""
+        planes = self.state_dtypes.items()
+        total = MASTER_BYTES + sum(dtype.itemsize / elements_per_value(kind) for kind, dtype in planes)
+        return int(total) if total == int(total) else total
 
-    def update_bytes(self, gradient_bytes: int) -> int:
+    def update_bytes(self, gradient_bytes: int) -> float:
         """Bytes that one update moves per parameter: master and states are read and written, the gradient is read."""
         return 2 * self.bytes_per_parameter + gradient_bytes
 
@@ -220,17 +230,21 @@ class OptimizerSpec(ABC):
             block = slice(first, min(first + BLOCK_NUMEL, end))
             hi, lo = planes.hi[block], None if planes.lo is None else planes.lo[block]
             master = hi if lo is None else join(hi, lo)
-            states = {name: state[block] for name, state in planes.states.items()}
-            wide = {n: state.float() if state.dtype == torch.bfloat16 else state for n, state in states.items()}
+            states = {name: state[values_of(name, block)] for name, state in planes.states.items()}
+            names = [name for name in states if elements_per_value(name) == 1]
+            wide = {name: _widened(states, name) for name in names}
             self.update_(master, grad[block].to(master.dtype) * float(scalars.gradient_scale), wide, scalars)
             if lo is not None:
                 split_(master, hi, lo)
-            if any(state.dtype == torch.bfloat16 for state in states.values()):
+            if any(states[name].dtype in (torch.bfloat16, *CODES) for name in names):
                 key = unit_key(int(scalars.rounding_key), planes.name)
                 bits = noise(key, planes.start + first, block.stop - first, hi.device)
-                for i, (name, state) in enumerate(states.items()):
-                    if state.dtype == torch.bfloat16:
-                        round_(wide[name], bits >> 16 * i & 0xFFFF, state)
+                for i, name in enumerate(names):
+                    own_bits = bits >> 16 * i & 0xFFFF
+                    if states[name].dtype == torch.bfloat16:
+                        round_(wide[name], own_bits, states[name])
+                    elif states[name].dtype in CODES:
+                        encode(wide[name], states[name], states[name + SCALES], own_bits)
 
     def host_kernel(self, planes: UnitPlanes, grad: Tensor) -> Callable[[int, int, Any], object]:
         """A function of (start, end, scalars) that does one step on these elements of a unit in host memory.
@@ -258,6 +272,14 @@ class OptimizerSpec(ABC):
 
     def _rate(self, learning_rate: float | None) -> float:
         return self.learning_rate if learning_rate is None else learning_rate
+
+
+def _widened(states: Mapping[str, Tensor], name: str) -> Tensor:
+    """A state in fp32: itself, or a copy."""
+    state = states[name]
+    if state.dtype in CODES:
+        return decode(state, states[name + SCALES])
+    return state.float() if state.dtype == torch.bfloat16 else state
 
 
 def segments_of(

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import EngineClosed
-from megatrain.host_memory.layout import FlatLayout
+from megatrain.host_memory.layout import FlatLayout, elements_per_value
 from megatrain.host_memory.store import UnitPlanes
 from megatrain.metrics.spans import Row, Span
 from megatrain.optim import kernels
@@ -371,7 +371,8 @@ def cut_pieces(numel: int, threads: int) -> list[tuple[int, int]]:
 
 def _check_planes(unit: str, optim: OptimizerSpec, planes: UnitPlanes, grad: Tensor) -> None:
     lo = [] if planes.lo is None else [planes.lo]
-    sizes = {plane.numel() for plane in (planes.hi, *lo, *planes.states.values(), grad)}
+    full = [plane for kind, plane in planes.states.items() if elements_per_value(kind) == 1]
+    sizes = {plane.numel() for plane in (planes.hi, *lo, *full, grad)}
     assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"
     masters = ([torch.bfloat16, torch.int16],) if lo else ([torch.float32], [torch.float64])
     assert [plane.dtype for plane in (planes.hi, *lo)] in masters, (unit, planes.hi.dtype)

@@ -109,17 +109,18 @@ class Ledger:
         }
         return {**cpu_lines(shape, step, options, choice), **{name: size for name, size in more.items() if size}}
 
-    def _save_lines(self, run: RunConfig, width: int) -> dict[str, int]:
+    def _save_lines(self, run: RunConfig, width: float) -> dict[str, int]:
         """Memory of a save, where the run makes any."""
         section, shape = run.checkpoint, self.shape
         during = section.every_steps is not None or section.weights_every_steps is not None
         if not during and not section.at_end:
             return {}
-        largest, whole = max(*shape.layers, shape.embedding, shape.head), shape.parameters
-        lines = {"a unit while it is saved, files": WRITTEN_BYTES * largest + min(FILE_BYTES, whole * width)}
+        largest, whole_bytes = max(*shape.layers, shape.embedding, shape.head), math.ceil(shape.parameters * width)
+        largest_bytes = math.ceil(largest * width)
+        lines = {"a unit while it is saved, files": WRITTEN_BYTES * largest + min(FILE_BYTES, whole_bytes)}
         if during and section.background:
-            asked = LEAST_COPIES * largest * width if section.buffer_gib == "auto" else int(section.buffer_gib * GIB)
-            lines["copies during a save (checkpoint.buffer_gib)"] = min(max(asked, largest * width), whole * width)
+            asked = LEAST_COPIES * largest_bytes if section.buffer_gib == "auto" else int(section.buffer_gib * GIB)
+            lines["copies during a save (checkpoint.buffer_gib)"] = min(max(asked, largest_bytes), whole_bytes)
         return lines
 
     def needed_bytes(self, run: RunConfig) -> int:

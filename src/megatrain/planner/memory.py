@@ -42,6 +42,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatrain.engine.plan import Policy
+from megatrain.host_memory.layout import BLOCK_ELEMENTS
+from megatrain.optim.blocks import CODES
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import SELECTIVE_BUDGET, Choice, Cut, Lines, Options, StepSize
@@ -143,7 +145,7 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
     resident = choice.resident_elements(shape) / options.shards
     width = options.optim.bytes_per_parameter
     lines: dict[str, float] = {
-        f"resident units: weights and optimizer states ({width} bytes a parameter)": width * resident,
+        f"resident units: weights and optimizer states ({width:g} bytes a parameter)": width * resident,
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
         "gradient staging": 2 * widest * options.staging_bytes,
@@ -256,6 +258,8 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
         lines = {"fp32 master (4 bytes a parameter)": 4 * elements}
     for state in options.optim.states:
         lines[f"{state.name}: {state.label} ({state.dtype.itemsize})"] = state.dtype.itemsize * elements
+        if state.dtype in CODES:
+            lines[f"{state.name}: scales of its blocks"] = 4 * elements / BLOCK_ELEMENTS
     width = options.gradient_bytes(choice.accumulation_steps)
     lines[f"gradients of a step ({width})"] = width * elements
     streamed = shape.layers[choice.resident_layers :]
@@ -277,8 +281,8 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
 
 def disk_lines(shape: ModelShape, optim: OptimizerSpec) -> Lines:
     """Bytes of one checkpoint."""
-    states, rest = ", ".join(["lo", *optim.state_dtypes]), optim.bytes_per_parameter - 2
+    states, rest = ", ".join(["lo", *(state.name for state in optim.states)]), optim.bytes_per_parameter - 2
     return {
         "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
-        f"the rest of the fp32 master and optimizer states: {states} ({rest})": rest * shape.parameters,
+        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(rest * shape.parameters),
     }

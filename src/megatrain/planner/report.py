@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatrain.engine.plan import Policy
-from megatrain.optim.adamw import AdamW
+from megatrain.optim.adamw import AdamW, Moments
 from megatrain.planner.memory import PROCESS_BYTES, device_peak, host_lines
 from megatrain.planner.plan import Choice, Lines, Plan, PlanRequest, StepSize, usable_device_bytes
 from megatrain.planner.search import Search
@@ -156,11 +156,13 @@ def _remedies(request: PlanRequest, choice: Choice, too_small: set[Place]) -> li
         text = "without clipping (optim.max_grad_norm: null, memory.gradient_plane: false)"
         changes = {"gradient_plane": False, "accumulation_steps": 1}
         add(text, changes, f": {width} bytes a parameter less, {less}")
-    if isinstance(options.optim, AdamW) and options.optim.moments == "fp32" and options.ranks >= 1:
-        small = replace(options.optim, moments="bf16")
-        less = options.optim.bytes_per_parameter - small.bytes_per_parameter
-        comment = f": {less} bytes a parameter less, with stochastic rounding"
-        add("optim.moments: bf16 (now fp32)", {"optim": small}, comment)
+    if isinstance(options.optim, AdamW) and options.ranks >= 1:
+        kinds: tuple[Moments, ...] = ("fp32", "bf16", "int8")
+        for moments in kinds[kinds.index(options.optim.moments) + 1 :]:
+            small = replace(options.optim, moments=moments)
+            less = round(options.optim.bytes_per_parameter - small.bytes_per_parameter)
+            comment = f": {less} bytes a parameter less, with stochastic rounding"
+            add(f"optim.moments: {moments} (now {options.optim.moments})", {"optim": small}, comment)
     if options.accumulation_steps is not None and options.accumulation_steps > 1 and "host" in too_small:
         comment = f": gradients in {options.transport_bytes} bytes instead of 4"
         add(f"batch.accumulation_steps: 1 (now {options.accumulation_steps})", {"accumulation_steps": 1}, comment)

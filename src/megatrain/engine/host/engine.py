@@ -264,10 +264,10 @@ class HostEngine(Engine):
         is_split, grad_dtype, resident = plan.compute == torch.bfloat16, plan.gradient_dtype, frozenset(plan.resident)
         shard = self._shards.shard
         parameters = sum(shard.numel(unit.layout) for unit in structure.units if unit.name not in resident)
-        states_line = f"{optim.name} states ({' + '.join(optim.state_dtypes)})"
+        states_line = f"{optim.name} states ({' + '.join(state.name for state in optim.states)})"
         planes = {
             "master (hi + lo)" if is_split else "master": MASTER_BYTES * parameters,
-            states_line: (optim.bytes_per_parameter - MASTER_BYTES) * parameters,
+            states_line: math.ceil((optim.bytes_per_parameter - MASTER_BYTES) * parameters),
             "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
         }
         needed = self._shards.here * sum(planes.values())  # the ranks of this host allocate at the same time

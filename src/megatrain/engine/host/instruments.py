@@ -17,6 +17,7 @@ from megatrain.device.compiler import compilations
 from megatrain.device.meter import GpuMeter
 from megatrain.device.streams import Streams
 from megatrain.engine.host.buffers import DeviceBuffers
+from megatrain.host_memory.layout import elements_per_value
 from megatrain.host_memory.store import HostStore
 from megatrain.metrics.record import PipelineRecord, pipeline_of
 from megatrain.metrics.spans import Span
@@ -130,4 +131,5 @@ class Instruments:
     def _adamw_bytes(self) -> int:
         """Bytes of host memory that an update moves for one parameter: planes are read and written, the gradient is read."""
         gradient = self._store.dtypes.get("grad", torch.bfloat16).itemsize
-        return gradient + 2 * sum(t.itemsize for kind, t in self._store.dtypes.items() if kind != "grad")
+        planes = [t.itemsize / elements_per_value(kind) for kind, t in self._store.dtypes.items() if kind != "grad"]
+        return round(gradient + 2 * sum(planes))

@@ -242,7 +242,7 @@ def goodput(
     own: int,
     step_s: float,
     background: bool,
-    parameter_bytes: int,
+    parameter_bytes: float,
 ) -> Goodput:
     """The cost of failures in a run of `world` GPUs.
 
@@ -267,7 +267,7 @@ def goodput(
     return Goodput(mtbf_s / 3600, stop_s, write_s, restart_s, every_s, steps, 1.0 / (1.0 + lost))
 
 
-def save_seconds(cluster: Cluster, hosts: int, units: Mapping[str, int], parameter_bytes: int) -> float:
+def save_seconds(cluster: Cluster, hosts: int, units: Mapping[str, int], parameter_bytes: float) -> float:
     """Seconds until a checkpoint is on the disk and verified; see [Note: seconds of a save]. Arguments as for `goodput`."""
     most = max(shares(units, range(hosts)).values(), key=lambda names: sum(units[name] for name in names))
     nbytes = parameter_bytes * sum(units[name] for name in most)
