@@ -104,7 +104,8 @@ def test_small_models_are_replicated_where_that_is_faster(tmp_path):
 
 def test_two_hosts_hold_a_copy_each_if_that_is_faster_and_fits(tmp_path):
     """A copy each needs the network for sums of shards only; one copy for both needs half of the host memory."""
-    machine = replace(load_machine(MACHINES / "h200x8-2tib.yaml"), hosts=2, network_gbps=20.0)
+    machine = replace(load_machine(MACHINES / "h200x8-2hosts.yaml"), network_gbps=20.0)
+    assert machine.hosts == 2
     shape = shape_of_structure(structure_of(folder_of("qwen3-32b", tmp_path), torch.bfloat16), "32b")
     few = {"policy": "recompute", "accumulation_steps": 1, "microbatch_rows": 8, "head_chunk_tokens": 8192}
 
@@ -126,7 +127,7 @@ def test_two_hosts_hold_a_copy_each_if_that_is_faster_and_fits(tmp_path):
     assert "1/16 of the state; one copy on all hosts" in plan_text(shared)
 
 
-@pytest.mark.parametrize("name", ["h200x8-2tib.yaml", "rtx4090x4-512gib.yaml"])
+@pytest.mark.parametrize("name", ["h200x8-2tib.yaml", "h200x8-2hosts.yaml", "rtx4090x4-512gib.yaml"])
 def test_machine_files_of_several_gpus_are_valid(name):
     assert load_machine(MACHINES / name).gpus > 1
 
