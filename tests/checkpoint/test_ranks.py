@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def engine(seed: int = 1, **words: Any) -> HostEngine:
     group = dist.group.WORLD if dist.is_initialized() else None
     model = families.build(words.pop("family", FAMILY), seed=seed, tie=words.pop("tie", True))
     options = {"compute_dtype": "bf16", "threads": 1, **words}
-    return host_engine(model, group=group, device="cpu", verify="never", optim=OPTIM, **options)
+    optim = replace(OPTIM, moments=options.pop("moments", "fp32"))
+    return host_engine(model, group=group, device="cpu", verify="never", optim=optim, **options)
 
 
 def records(folder: Path) -> dict[str, Any]:
@@ -72,10 +74,11 @@ def resume(folder: Path, again: Path | None, words: dict[str, Any]) -> tuple[lis
     ("words", "worlds"),
     [
         ({}, (1, 2, 3)),
+        ({"moments": "int8"}, (1, 2, 3)),
         ({"resident": ["embedding", "layer.1"], "tie": False}, (2, 3)),
         ({"family": families.BY_NAME["qwen3_moe"]}, (1,)),
     ],
-    ids=["host", "resident", "moe"],
+    ids=["host", "int8", "resident", "moe"],
 )
 def test_any_number_of_ranks_reads_what_another_wrote(tmp_path, words, worlds):
     """The same number continues bit for bit; others write the same bytes again, and differ by the order of sums from then on."""
