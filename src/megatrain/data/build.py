@@ -31,9 +31,20 @@ from megatrain.data import formats
 from megatrain.data.conversations import is_empty
 from megatrain.data.encoder import Encoder
 from megatrain.data.files import FileProgress, file_type, kind_of
-from megatrain.data.formats import ChatSample, PromptSample, Sample, SampleRejected, TextSample, TokenSample
+from megatrain.data.groups import Encoded, GroupWriter
 from megatrain.data.pieces import Piece
 from megatrain.data.render import ChatRenderer, Rendered
+from megatrain.data.samples import (
+    ChatSample,
+    DataKind,
+    LabelledSample,
+    PairSample,
+    PromptSample,
+    Sample,
+    SampleRejected,
+    TextSample,
+    TokenSample,
+)
 from megatrain.data.sources import Record, find_files, is_text, read_records, unit_of
 from megatrain.data.specials import SpecialTokens
 from megatrain.data.splits import Found
@@ -123,6 +134,7 @@ class Builder:
     cache_dir: Path
     allow_rejects: float  # share of a source's samples that may be rejected
     log: Log
+    wanted: DataKind = "samples"
 
     def open(self, source: SourceConfig, where: str) -> TokenStore:
         """The store of a source (its config key is `where`): from the cache, or built now.
@@ -163,6 +175,7 @@ class Builder:
             sorted(source.ignore),
             *self.renderer.settings,
             self.specials.mode,
+            *((self.wanted,) if self.wanted != "samples" else ()),
         )
         for part in (VERSION, stats, settings, self.encoder.fingerprint()):
             digest.update(repr(part).encode())
@@ -206,6 +219,7 @@ class _SourceBuild:
     def __init__(self, builder: Builder, source: SourceConfig, files: list[Path], where: str):
         self._encoder, self._renderer = builder.encoder, builder.renderer
         self._allowed = builder.allow_rejects
+        self._wanted: DataKind = builder.wanted
         self._source, self._files, self._where = source, files, where
         plain, named = source.format in ("text", "lines"), tuple(sorted(source.columns.values()))
         self._kinds = [kind_of(file, plain, named) for file in files]
@@ -327,8 +341,8 @@ class _SourceBuild:
         if len(by_kind) > 1:
             mixed = f"plain text ({by_kind['stream']}) and whole samples ({by_kind['samples']})"
             raise UserError(f"{self._source.path} mixes {mixed}", self._where, "give them as two sources")
-        kind: Kind = "samples" if "samples" in by_kind else "stream"
-        return kind, self._read(opened)
+        kinds: list[Kind] = [*by_kind, "stream"]
+        return kinds[0], self._read(opened)
 
     def _reading(self, file: Path, kind: str | None, first: list[dict[str, object]]) -> formats.Reading | None:
         """The file's format; None if none of its first records could be read, which the rejects will show."""
@@ -340,7 +354,7 @@ class _SourceBuild:
             raise UserError(what, str(file), "use text or lines")
         format = "text" if text and self._source.format == "auto" else self._source.format
         reading = formats.find_reading(
-            first, format, {} if text else self._source.columns, str(file), self._source.ignore
+            first, format, {} if text else self._source.columns, str(file), self._source.ignore, self._wanted
         )
         self._columns.append(reading)
         if is_text(file_type(file)[0]) and not text:
@@ -451,28 +465,46 @@ class _SourceBuild:
     # ---- whole samples
 
     def _write_samples(self, writer: StoreWriter, samples: Iterator[tuple[int, Record, Sample]]) -> None:
-        batch: list[tuple[Rendered, int, Record, Sample]] = []
+        batch: list[_Text] = []
         size = 0
+        groups = GroupWriter(writer, self._reject)
         for file, record, sample in samples:
             if isinstance(sample, TokenSample):
                 trained = np.asarray(sample.trained or [True] * len(sample.input_ids), dtype=bool)
-                self._add(writer, np.asarray(sample.input_ids, dtype=np.uint32), trained, file, record, sample)
+                ids = np.asarray(sample.input_ids, dtype=np.uint32)
+                self._add(writer, ids, trained, _Text(_NO_TEXT, file, record.line, sample, sample))
                 continue
             try:
-                texts = self._texts(sample)
+                texts = [_Text(text, file, record.line, part, sample) for part, text in self._texts(sample)]
             except SampleRejected as problem:
                 self._reject(problem, file, record.line)
                 continue
             except UserError as error:
                 raise UserError(error.what, error.where or self._place(file, record.line), error.remedy) from error
-            batch += [(text, file, record, sample) for text in texts]
-            size += sum(len(text.text) for text in texts)
+            batch += texts
+            size += sum(len(one.rendered.text) for one in texts)
             if size >= BATCH_CHARS:
-                self._write_texts(writer, batch)
+                self._write_texts(writer, groups, batch)
                 batch, size = [], 0
-        self._write_texts(writer, batch)
+        self._write_texts(writer, groups, batch)
+        groups.finish(self._source.path)
 
-    def _texts(self, sample: Sample) -> list[Rendered]:
+    def _texts(self, sample: Sample) -> list[tuple[ChatSample | PromptSample, Rendered]]:
+        """The texts of a sample, each with the chat or prompt that it renders. Of a group one for each."""
+        if isinstance(sample, PairSample):
+            return [self._only_text(sample.chosen), self._only_text(sample.rejected)]
+        if isinstance(sample, LabelledSample):
+            return [self._only_text(sample.sample)]
+        assert isinstance(sample, ChatSample | PromptSample), sample
+        return [(sample, text) for text in self._texts_of(sample)]
+
+    def _only_text(self, sample: ChatSample | PromptSample) -> tuple[ChatSample | PromptSample, Rendered]:
+        texts = self._texts_of(sample)
+        if len(texts) > 1:
+            raise SampleRejected("the template rewrites earlier turns of the answer, so it is not one text")
+        return sample, texts[0]
+
+    def _texts_of(self, sample: ChatSample | PromptSample) -> list[Rendered]:
         if isinstance(sample, ChatSample):
             if self._turn_ends is None:
                 self._turn_ends = self._renderer.probe_turn_ends() if self._renderer.has_template else []
@@ -481,36 +513,58 @@ class _SourceBuild:
                 if not message.keys() <= _COMMON_KEYS:
                     self._keys.update(key for key in message.keys() - _COMMON_KEYS if not is_empty(message[key]))
             return self._renderer.render(self._specials.in_chat(sample, self._turn_ends))
-        assert isinstance(sample, PromptSample), sample
         sample = self._specials.in_prompt(sample)
         text = sample.prompt + sample.completion
         begin = 0 if self._renderer.train_on == "all" else len(sample.prompt)
         return [Rendered(text, ((begin, len(text)),), (len(sample.prompt),))]
 
-    def _write_texts(self, writer: StoreWriter, batch: list[tuple[Rendered, int, Record, Sample]]) -> None:
-        encoded = self._encoder.masked_ids([rendered for rendered, *_ in batch])
-        for (ids, trained), (_, file, record, sample) in zip(encoded, batch, strict=True):
-            if isinstance(sample, PromptSample):
+    def _write_texts(self, writer: StoreWriter, groups: GroupWriter, batch: list[_Text]) -> None:
+        encoded = self._encoder.masked_ids([one.rendered for one in batch])
+        chosen: Encoded | None = None
+        for (ids, trained), one in zip(encoded, batch, strict=True):
+            if isinstance(one.sample, PromptSample):
                 prefix = self._encoder.prefix
-                suffix = [] if self._specials.ends_itself(sample.completion) else self._encoder.suffix
+                suffix = [] if self._specials.ends_itself(one.sample.completion) else self._encoder.suffix
                 prefix = [] if _begins_with(ids, np.asarray(prefix)) else prefix
                 ids = np.concatenate([prefix, ids, suffix]).astype(np.uint32)
                 trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
             elif self._encoder.bos is not None and (ids[:2] == self._encoder.bos).sum() == 2:
                 what = f"{self._renderer.name} begins a conversation with two BOS tokens"
                 remedy = "remove one in a template file (data.chat_template)"
-                raise UserError(what, self._place(file, record.line), remedy)
-            self._add(writer, ids, trained, file, record, sample)
+                raise UserError(what, self._place(one.file, one.line), remedy)
+            if isinstance(one.record, PairSample | LabelledSample):
+                sequence = Encoded(ids, trained, one.file, one.line, _hash_of(repr(one.record).encode()))
+                if isinstance(one.record, LabelledSample):
+                    groups.example(sequence, one.record.good)
+                elif chosen is None:
+                    chosen = sequence
+                else:
+                    groups.pair(chosen, sequence)
+                    chosen = None
+            else:
+                self._add(writer, ids, trained, one)
 
-    def _add(
-        self, writer: StoreWriter, ids: np.ndarray, trained: np.ndarray, file: int, record: Record, sample: Sample
-    ) -> None:
+    def _add(self, writer: StoreWriter, ids: np.ndarray, trained: np.ndarray, one: _Text) -> None:
         if trained[1:].any():
-            writer.add(ids, trained, file, record.line, _hash_of(repr(sample).encode()))
+            writer.add(ids, trained, one.file, one.line, _hash_of(repr(one.record).encode()))
             return
+        sample = one.sample
         all_masked = isinstance(sample, TokenSample) and sample.trained is not None and not any(sample.trained)
         reason = "all labels are -100: no token of it is trained" if all_masked else "no token of it is trained"
-        self._reject(SampleRejected(reason), file, record.line)
+        self._reject(SampleRejected(reason), one.file, one.line)
+
+
+_NO_TEXT = Rendered("", ())
+
+
+class _Text(NamedTuple):
+    """A text of a record: `sample` is the chat or prompt that it renders, `record` the whole of the record."""
+
+    rendered: Rendered
+    file: int
+    line: int
+    sample: Sample
+    record: Sample
 
 
 _COMMON_KEYS = frozenset(("role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"))

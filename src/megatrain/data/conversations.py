@@ -34,6 +34,13 @@ RESERVED = ("messages", "conversation", "chat_template", "tools", "tokenize", "a
 
 
 def alpaca(fields: Fields) -> ChatSample:
+    messages = question_of(fields)
+    messages.append({"role": "assistant", "content": string(fields, "output")})
+    return chat_of(fields, messages, (None,) * len(messages))
+
+
+def question_of(fields: Fields) -> list[dict[str, Any]]:
+    """The messages before the answer, from `history`, `instruction` and `input`."""
     messages: list[dict[str, Any]] = []
     history = from_json(fields.get("history")) or []
     if not isinstance(history, list):
@@ -44,24 +51,23 @@ def alpaca(fields: Fields) -> ChatSample:
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     question = "\n".join(part for part in (string(fields, "instruction"), string(fields, "input")) if part)
     messages.append({"role": "user", "content": question})
-    messages.append({"role": "assistant", "content": string(fields, "output")})
-    return _complete(fields, messages, (None,) * len(messages))
+    return messages
 
 
 def openai(fields: Fields) -> ChatSample:
-    return _complete(fields, *_turns(fields.get("messages"), "role", "content"))
+    return chat_of(fields, *turns_of(fields.get("messages"), "role", "content"))
 
 
 def sharegpt(fields: Fields) -> ChatSample:
-    return _complete(fields, *_turns(fields.get("messages"), "from", "value"))
+    return chat_of(fields, *turns_of(fields.get("messages"), "from", "value"))
 
 
 def prompt_completion(fields: Fields) -> Sample:
     prompt, completion = (from_json(fields.get(name), lists_only=True) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, before_flags = _turns(prompt, "role", "content")
-        after, after_flags = _turns(completion, "role", "content")
-        return _complete(fields, [*before, *after], before_flags + after_flags, len(before))
+        before, before_flags = turns_of(prompt, "role", "content")
+        after, after_flags = turns_of(completion, "role", "content")
+        return chat_of(fields, [*before, *after], before_flags + after_flags, len(before))
     for name in ("system", "tools", "functions", "documents"):
         if not is_empty(fields.get(name)):
             what = f"{name} beside a prompt as text, which no template renders"
@@ -103,7 +109,7 @@ def from_json(value: object, lists_only: bool = False) -> Any:
     return value
 
 
-def _complete(
+def chat_of(
     fields: Fields, messages: list[dict[str, Any]], flags: tuple[bool | None, ...], answers_from: int = 0
 ) -> ChatSample:
     """The sample with the record's system prompt, tools and template keywords; rejects faults that templates ignore."""
@@ -127,7 +133,8 @@ def _complete(
     return sample
 
 
-def _turns(value: object, role_key: str, content_key: str) -> tuple[list[dict[str, Any]], tuple[bool | None, ...]]:
+def turns_of(value: object, role_key: str, content_key: str) -> tuple[list[dict[str, Any]], tuple[bool | None, ...]]:
+    """The messages of a list of turns, and for each whether it is flagged for training (None: not stated)."""
     turns = from_json(value)
     if not isinstance(turns, list):
         raise SampleRejected("messages is not a list", type(turns).__name__)

@@ -1,7 +1,8 @@
 """Sample formats: which columns each needs, and how a record becomes a sample. docs/data.md lists the formats.
 
-A record becomes one of four kinds of sample (`samples.py`). Text and unlabelled tokens are streams, cut wherever a row ends; the
-other kinds stay whole. A faulty record raises `SampleRejected`; a file that fits no format raises `UserError`.
+A record becomes one of the kinds of sample in `samples.py`. Text and unlabelled tokens are streams, cut wherever a row ends; the
+other kinds stay whole. What the objective is trained on decides between them: pairs need the format `preference`, labels any chat
+or prompt with a column `label`. A faulty record raises `SampleRejected`; a file that fits no format raises `UserError`.
 
 [Note: columns]
 Every column of a file is one of four things: used by the format; known to change what should be trained, and used or refused
@@ -18,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatrain.data import conversations, pretokenised
+from megatrain.data import conversations, preference, pretokenised
 from megatrain.data.conversations import KEYWORDS, from_json, is_empty, string
 from megatrain.data.samples import (
     ChatSample,
+    DataKind,
     Fields,
+    LabelledSample,
     PromptSample,
     Sample,
     SampleRejected,
@@ -52,12 +55,13 @@ class Reading:
     name: str
     columns: Mapping[str, str]
     """The format's column names -> the file's, as far as the first records have them."""
-    kind: Literal["stream", "samples"]
+    kind: Literal["stream", "samples", "pairs", "labels"]
     own_names: Mapping[str, str]
     """Every column of the file that is used -> the format's name of it, also if the first records lack it."""
     ignored: frozenset[str] = frozenset()
     unread: Counter[str] = field(default_factory=Counter, compare=False)
     """Columns of the file that were not read -> records that have a value there. Counted by `sample`."""
+    wanted: DataKind = "samples"
 
     def sample(self, record: Mapping[str, Any]) -> Sample:
         """Convert a record; SampleRejected if it is faulty."""
@@ -82,9 +86,14 @@ class Reading:
                 fields.setdefault(own, value)
         form = FORMATS[self.name]
         for own in form.known:
+            if own == "label" and self.wanted == "labels":
+                continue
             if own in fields and not is_empty(fields[own]):
                 KNOWN[own](next(column for column in record if own_names.get(column) == own), fields[own])
-        return form.convert(fields)
+        converted = form.convert(fields)
+        if self.wanted != "labels":
+            return converted
+        return LabelledSample(preference.judged(converted), preference.label_of(fields.get("label")))
 
     def describe(self) -> str:
         present = [own if own == column else f"{own}={column}" for own, column in self.columns.items()]
@@ -97,6 +106,7 @@ def find_reading(
     mapping: Mapping[str, str],
     where: str,
     ignore: Sequence[str] = (),
+    wanted: DataKind = "samples",
 ) -> Reading:
     """Determine the format of the file `where` from its first records (at least one).
 
@@ -104,9 +114,10 @@ def find_reading(
         format: A format's name, or `auto`.
         mapping: The user's `columns:`.
         ignore: Columns to leave out.
+        wanted: What the objective is trained on.
 
     Raises:
-        UserError: The format is unknown, the mapping names a missing column, or no format fits.
+        UserError: The format is unknown, the mapping names a missing column, or no format fits the columns or the objective.
     """
     present = [column for column in dict.fromkeys(c for record in records for c in record) if column not in ignore]
     _check_mapping(mapping, present, where)
@@ -117,6 +128,9 @@ def find_reading(
     turns = next((column_of[own] for own in TURN_COLUMNS if own in column_of), None)
 
     name = format if format != "auto" else _guess(records, column_of, turns)
+    if format == "auto" and (wanted == "pairs" or (name is None and _has_pairs(column_of))):
+        name = "preference"
+    _check_wanted(name, wanted, column_of, where)
     if name is not None and name not in FORMATS:
         raise UserError(f"format: {name} is unknown", where, _closest(name, list(FORMATS)))
     is_chat = name in ("messages", "sharegpt")
@@ -128,7 +142,7 @@ def find_reading(
         what = f"the columns are {listed or '(none)'}: {problem}"
         raise UserError(what, where, _columns_remedy(present, records, name))
     form = FORMATS[name]
-    names = _all_names(form, mapping, turns if is_chat else None)
+    names = _all_names(form, mapping, turns if is_chat or name == "preference" else None)
     used: dict[str, str] = {}
     for column in present:
         own = names.get(column)
@@ -138,7 +152,28 @@ def find_reading(
     used = dict(sorted(used.items(), key=lambda item: order[item[0]]))
     names = {column: own for column, own in names.items() if column not in ignore}
     is_stream = name in ("text", "lines") or (name == "tokens" and not any(own in used for own in pretokenised.MASKS))
-    return Reading(name, used, "stream" if is_stream else "samples", names, frozenset(ignore))
+    return Reading(name, used, "stream" if is_stream else wanted, names, frozenset(ignore), wanted=wanted)
+
+
+def _has_pairs(column_of: Mapping[str, str]) -> bool:
+    return all(own in column_of for own in FORMATS["preference"].required)
+
+
+def _check_wanted(name: str | None, wanted: DataKind, column_of: Mapping[str, str], where: str) -> None:
+    """Raise a UserError if a format has not what the objective is trained on."""
+    listed = ", ".join(list(column_of.values())[:12]) or "(none)"
+    if wanted == "pairs" and (name != "preference" or not _has_pairs(column_of)):
+        what = f"the objective needs pairs of answers, columns chosen and rejected; the columns are {listed}"
+        raise UserError(what, where, "name them (columns: {chosen: ..., rejected: ...}), or set objective.kind: sft")
+    if wanted != "pairs" and name == "preference":
+        what = "columns chosen and rejected are pairs of answers, which this objective is not trained on"
+        remedy = "set objective.kind: dpo (ipo, orpo, simpo); to train the preferred answers alone, columns: {completion: chosen}"
+        raise UserError(what, where, remedy)
+    if wanted == "labels":
+        has_label = any(own in column_of for own in ("label", *ALIASES["label"]))
+        if not has_label or name in ("text", "lines", "tokens"):
+            what = f"the objective needs answers with a column label, true or false; the columns are {listed}"
+            raise UserError(what, where, "name it (columns: {label: ...}), or choose another objective.kind")
 
 
 def _all_names(form: Format, mapping: Mapping[str, str], turns: str | None) -> dict[str, str]:
@@ -176,6 +211,7 @@ TURN_COLUMNS = ("messages", "conversations", "conversation")
 
 def _check_mapping(mapping: Mapping[str, str], present: Sequence[str], where: str) -> None:
     known = list(dict.fromkeys(own for f in FORMATS.values() for own in (*f.required, *f.optional)))
+    known.append("label")
     for own, column in mapping.items():
         if own not in known and own in present and column in known:
             turned = ", ".join(f"{value}: {key}" for key, value in mapping.items())
@@ -252,6 +288,12 @@ FORMATS: dict[str, Format] = {
         ("prompt", "completion"),
         _BESIDE,
         conversations.prompt_completion,
+    ),
+    "preference": Format(
+        ("chosen", "rejected"),
+        ("prompt", "instruction", "input", "history", *_BESIDE),
+        preference.pair,
+        ("images", "split", "weight"),
     ),
     "tokens": Format(("input_ids",), (*pretokenised.MASKS, *pretokenised.CHECKED), pretokenised.tokens, ("split", "weight")),
 }  # fmt: skip

@@ -14,8 +14,10 @@ from megatrain.config.schema import DataConfig, SourceConfig
 from megatrain.data import packing
 from megatrain.data.build import Builder, Log
 from megatrain.data.encoder import Encoder
+from megatrain.data.groups import CHOSEN, OTHER
 from megatrain.data.render import ChatRenderer
 from megatrain.data.rows import PackedRows, RowGroup
+from megatrain.data.samples import DataKind
 from megatrain.data.specials import SpecialTokens
 from megatrain.data.store import TokenStore
 from megatrain.errors import Problems, UserError
@@ -40,6 +42,13 @@ class Part:
         """(C,) int64: tokens of each chosen sample, before any is cut."""
         return self.store.lengths[self.chosen]
 
+    def needs(self, packing: bool) -> np.ndarray:
+        """Tokens that a row must hold, of each sample; of a group with packing the sum, else the longer one."""
+        if not self.store.grouped:
+            return self.lengths
+        both = self.lengths.reshape(-1, 2)
+        return both.sum(axis=1) if packing else both.max(axis=1)
+
 
 @dataclass(frozen=True)
 class OpenedData:
@@ -59,6 +68,7 @@ def load_data(
     seed: int = 0,
     date: str | None = None,
     log: Log | None = None,
+    wanted: DataKind = "samples",
 ) -> tuple[PackedRows, PackedRows | None]:
     """Read, render, tokenize (or load from the cache) and pack all data of a run.
 
@@ -68,6 +78,7 @@ def load_data(
         seed: Determines which samples share a row.
         date: The day that chat templates read, YYYY-MM-DD; None: `data.date`, else today.
         log: Takes a line of text for the user; None: `logging`.
+        wanted: What the objective is trained on.
 
     Returns:
         The training rows, and the held-out rows (None without `data.val`).
@@ -77,7 +88,7 @@ def load_data(
     """
     log = log or logger.info
     limits = {"vocab_size": vocab_size, "model_max_length": model_max_length}
-    opened = open_data(data, tokenizer, **limits, date=date, log=log)
+    opened = open_data(data, tokenizer, **limits, date=date, log=log, wanted=wanted)
     return pack_data(data, opened, seed, log)
 
 
@@ -90,10 +101,11 @@ def load_val(
     seed: int,
     date: str | None,
     log: Log,
+    wanted: DataKind = "samples",
 ) -> PackedRows:
     """As `load_data`, but only the held-out rows, without the errors about training rows. `data.val` must be set."""
     limits = {"vocab_size": vocab_size, "model_max_length": model_max_length}
-    opened = open_data(data, tokenizer, **limits, date=date, log=log)
+    opened = open_data(data, tokenizer, **limits, date=date, log=log, wanted=wanted)
     return _rows(data, opened.pad_id, opened.val, "val", seed, log)
 
 
@@ -105,6 +117,7 @@ def open_data(
     model_max_length: int | None = None,
     date: str | None = None,
     log: Log,
+    wanted: DataKind = "samples",
 ) -> OpenedData:
     """The first half of `load_data`: everything except packing. The result does not depend on `data.max_tokens`."""
     check_row_length(data.max_tokens, model_max_length)
@@ -114,7 +127,7 @@ def open_data(
         tokenizer, data.chat_template, data.train_on, data.left_out, data.chat_template_kwargs, data.date or date
     )
     specials = SpecialTokens(tokenizer, data.special_tokens)
-    builder = Builder(encoder, renderer, specials, cache, data.allow_rejects, log)
+    builder = Builder(encoder, renderer, specials, cache, data.allow_rejects, log, wanted)
 
     _peek_all(builder, data)
     train = _open(builder, data.train, "data.train", vocab_size)
@@ -190,7 +203,7 @@ def _split(parts: Sequence[Part], fraction: float) -> tuple[tuple[Part, ...], tu
 
 def _rows(data: DataConfig, pad_id: int, parts: Sequence[Part], name: str, seed: int, log: Log) -> PackedRows:
     if data.overflow == "error":
-        _refuse_overflow(parts, data.max_tokens)
+        _refuse_overflow(parts, data.max_tokens, data.packing)
     groups = []
     for part in parts:
         segments = _segments(data, part, seed, log)
@@ -209,11 +222,23 @@ def _rows(data: DataConfig, pad_id: int, parts: Sequence[Part], name: str, seed:
             remedy="check that this is the right file, and its format; a document needs at least two tokens",
         )
     filled = f" of {data.max_tokens} tokens, {stats.efficiency:.1%} filled" if data.packing else ", one sample each"
+    what = _counted_samples(rows)
     log(
-        f"{name}: {counted(stats.samples, 'sample')} in {counted(stats.rows, 'row')}{filled}; {counted(stats.tokens, 'token')}, "
+        f"{name}: {what} in {counted(stats.rows, 'row')}{filled}; {counted(stats.tokens, 'token')}, "
         f"{stats.targets:,} trained; longest {stats.longest:,}"
     )
     return rows
+
+
+def _counted_samples(rows: PackedRows) -> str:
+    """`12 samples`, `6 pairs (12 sequences)`, `6 labelled answers (4 good, 12 sequences)`"""
+    samples = rows.stats.samples
+    if not rows.grouped:
+        return counted(samples, "sample")
+    roles = np.concatenate([group.store.roles[np.unique(group.segments.samples)] for group in rows.groups])
+    if not (roles == OTHER).any():
+        return f"{counted(samples // 2, 'pair')} ({samples:,} sequences)"
+    return f"{counted(samples // 2, 'labelled answer')} ({(roles == CHOSEN).sum():,} good; {samples:,} sequences)"
 
 
 def _segments(data: DataConfig, part: Part, seed: int, log: Log) -> packing.Segments:
@@ -225,29 +250,35 @@ def _segments(data: DataConfig, part: Part, seed: int, log: Log) -> packing.Segm
     def targets_in(sample: int, offset: int, length: int) -> int:
         return int(store.run(sample, offset, length)[1].sum())
 
-    pieces = packing.cut_samples(chosen, lengths, data.max_tokens, data.overflow, targets_in)
+    cut = (chosen, lengths, data.max_tokens, data.overflow, targets_in)
+    pieces = packing.cut_groups(*cut, data.packing) if store.grouped else packing.cut_samples(*cut)
+    count, noun = (len(lengths) // 2, "group of two sequences") if store.grouped else (len(lengths), "sample")
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
-        share = pieces.too_long / len(lengths)
+        share = pieces.too_long / count
         text = (
-            f"{part.source.path}: {pieces.too_long:,} of {counted(len(lengths), 'sample')} "
+            f"{part.source.path}: {pieces.too_long:,} of {counted(count, noun)} "
             f"({share:.1%}) longer than {data.max_tokens} tokens: {data.overflow}{lost}"
         )
         much = data.overflow == "drop" and share > MUCH_DROPPED
         log(f"warning: {text}; raise data.max_tokens, or set data.overflow to truncate or split" if much else text)
-    return packing.pack(pieces, data.max_tokens, seed) if data.packing else packing.one_per_row(pieces)
+    if not data.packing:
+        return packing.one_per_row(pieces)
+    return packing.pack(pieces, data.max_tokens, seed, of=2 if store.grouped else 1)
 
 
-def _refuse_overflow(parts: Sequence[Part], max_tokens: int) -> None:
+def _refuse_overflow(parts: Sequence[Part], max_tokens: int, packed: bool) -> None:
     """Raise if any sample does not fit into a row; one error for all sources."""
     lines, longest = [], (0, "")
     for part in parts:
-        lengths = part.lengths
+        lengths = part.needs(packed)
         if part.store.kind == "stream" or not (long := int((lengths > max_tokens).sum())):
             continue
         at = int(np.argmax(lengths))
-        longest = max(longest, (int(lengths[at]), part.store.place(int(part.chosen[at]))))
-        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} samples longer than {max_tokens} tokens")
+        grouped = part.store.grouped
+        longest = max(longest, (int(lengths[at]), part.store.place(int(part.chosen[2 * at if grouped else at]))))
+        noun = ("groups, of two sequences in one row," if packed else "groups") if grouped else "samples"
+        lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} {noun} longer than {max_tokens} tokens")
     if lines:
         raise UserError(
             "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",

@@ -82,16 +82,59 @@ def cut_samples(
     return Pieces(*map(np.concatenate, (samples, offsets, sizes)), too_long=int(long.sum()), lost=lost)
 
 
-def pack(pieces: Pieces, max_tokens: int, seed: int) -> Segments:
-    """Pack pieces into rows, several to a row, without cutting any. The same seed gives the same rows."""
-    count = len(pieces.lengths)
+def cut_groups(
+    chosen: np.ndarray,
+    lengths: np.ndarray,
+    max_tokens: int,
+    overflow: str,
+    targets_in: Callable[[int, int, int], int],
+    together: bool,
+) -> Pieces:
+    """Cut or drop the groups of two consecutive samples that are too long: pieces 2p and 2p + 1 are a group.
+
+    Args:
+        chosen, lengths, max_tokens, targets_in: As for `cut_samples`.
+        overflow: drop | truncate; under `error` the caller has already refused long groups.
+        together: Whether both lie in one row, so that the sum of their lengths counts. Truncated is the longer of the two.
+    """
+    first, second = lengths[0::2], lengths[1::2]
+    long = (first + second if together else np.maximum(first, second)) > max_tokens
+    samples, sizes = chosen.reshape(-1, 2), lengths.reshape(-1, 2).copy()
+    kept = ~long
+    for group in np.flatnonzero(long).tolist() if overflow == "truncate" else ():
+        a, b = (int(size) for size in sizes[group])
+        half = max_tokens // 2
+        limits = (max(half, max_tokens - b), max(half, max_tokens - a)) if together else (max_tokens, max_tokens)
+        a, b = min(a, limits[0]), min(b, limits[1])
+        if together:
+            b = min(b, max_tokens - a)
+        sizes[group] = a, b
+        kept[group] = all(targets_in(int(one), 0, size) > 0 for one, size in zip(samples[group], (a, b), strict=True))
+    return Pieces(
+        samples[kept].reshape(-1),
+        np.zeros(2 * int(kept.sum()), np.int64),
+        sizes[kept].reshape(-1),
+        too_long=int(long.sum()),
+        lost=int((~kept).sum()),
+    )
+
+
+def pack(pieces: Pieces, max_tokens: int, seed: int, of: int = 1) -> Segments:
+    """Pack pieces into rows, several to a row, without cutting any. The same seed gives the same rows.
+
+    `of`: this many consecutive pieces stay together.
+    """
+    lengths = pieces.lengths.reshape(-1, of).sum(axis=1)
+    count = len(lengths)
     order = permutation(count, seed)
-    mean = max(pieces.lengths.mean(), 1) if count else max_tokens
+    mean = max(lengths.mean(), 1) if count else max_tokens
     window = max(_WINDOW_SAMPLES, int(_WINDOW_ROWS * max_tokens / mean))
     rows: list[list[int]] = []
     for begin in range(0, count, window):
         part = order[begin : begin + window]
-        rows += [part[row].tolist() for row in best_fit(pieces.lengths[part], max_tokens)]
+        rows += [part[row].tolist() for row in best_fit(lengths[part], max_tokens)]
+    if of > 1:
+        rows = [[of * group + own for group in row for own in range(of)] for row in rows]
     return _of_rows(pieces, rows)
 
 

@@ -9,25 +9,31 @@ Legend: B rows of a batch, T tokens of a row, R rows of a group.
     document_ids   0  0  0  1  1  1  1  2  2
 Labels are not shifted: the loss uses the label at t + 1 for the token at t. The first token of a document is never a target,
 since it would be predicted from the previous document. Padding is masked by position, never by id, because the padding id
-may be EOS.
+may be EOS. Rows of groups (pairs, labelled answers) also have
+    sequence_ids        number of the sequence in the batch; 2p and 2p + 1 are a group, see [Note: groups] in groups.py
+    reference_logprobs  the reference's log-probability of the sequence, once it is known (`with_reference`)
+    desirable           whether a labelled answer is a good one
 
 [Note: which rows form a step]
 The rows of a step are a pure function of the step number: an epoch takes every group of rows `weight` times, in an order seeded
-by the epoch. Nothing is remembered between steps, so the step number alone is enough to resume, and any step is found at once.
+by the epoch. The two rows of a group are taken together. Nothing is remembered between steps, so the step number alone is enough
+to resume, and any step is found at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megatrain.data.groups import CHOSEN
 from megatrain.data.packing import Segments, permutation
 from megatrain.data.store import TokenStore
+from megatrain.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +72,9 @@ class RowGroup:
     segments: Segments
     max_tokens: int  # length limit of a row
     padded: bool  # whether rows are padded to max_tokens; otherwise to the longest row of the batch
+    reference: np.ndarray | None = (
+        None  # (S,) fp32: the reference's log-probability of each segment, of a store of groups
+    )
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -99,14 +108,23 @@ class RowGroup:
         first, last = self.segments.rows[row], self.segments.rows[row + 1]
         return self.segments.lengths[first:last]
 
-    def write_row(self, row: int, out: dict[str, np.ndarray]) -> None:
-        """Write a row into (T,) arrays filled with padding. See [Note: what a packed row holds]."""
+    def write_row(self, row: int, out: dict[str, np.ndarray], first_sequence: int = 0) -> None:
+        """Write a row into (T,) arrays filled with padding. See [Note: what a packed row holds].
+
+        `first_sequence`: number of the row's first sequence in the batch.
+        """
         at, document = 0, 0
         for segment in range(self.segments.rows[row], self.segments.rows[row + 1]):
             ids, trained = self.store.run(*self._run(segment))
             here = slice(at, at + len(ids))
             out["input_ids"][here], out["labels"][here] = ids, np.where(trained, ids.astype(np.int64), NO_TARGET)
             out["position_ids"][here], out["document_ids"][here] = np.arange(len(ids)), document
+            if "sequence_ids" in out:
+                out["sequence_ids"][here] = first_sequence + document
+                if self.reference is not None:
+                    out["reference_logprobs"][here] = self.reference[segment]
+                if "desirable" in out:
+                    out["desirable"][here] = self.store.roles[self.segments.samples[segment]] == CHOSEN
             at, document = at + len(ids), document + 1
         rest = len(out["input_ids"]) - at
         out["position_ids"][at:], out["document_ids"][at:] = np.arange(rest), document
@@ -140,6 +158,21 @@ class PackedRows:
     def stats(self) -> RowStats:
         return sum((group.stats for group in self.groups), RowStats())
 
+    @property
+    def grouped(self) -> bool:
+        """Whether the sequences come in groups of two."""
+        return any(group.store.grouped for group in self.groups)
+
+    @property
+    def together(self) -> int:
+        """Rows that are never separated, counted from the first."""
+        return 2 if self.grouped and not self.packing else 1
+
+    def with_reference(self, values: Sequence[np.ndarray]) -> PackedRows:
+        """These rows with the reference's log-probabilities: an array of (segments,) for each group of rows."""
+        groups = [replace(group, reference=one) for group, one in zip(self.groups, values, strict=True)]
+        return replace(self, groups=tuple(groups))
+
     @cached_property
     def shared(self) -> bool:
         """Whether any row holds several documents."""
@@ -168,16 +201,28 @@ class PackedRows:
 
     def arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
         """A batch of rows as int64 (B, T) arrays: input_ids, labels and attention_mask (1: token, 0: padding); position_ids and
-        document_ids where any row of the set holds several documents, so that all its batches are alike."""
+        document_ids where any row of the set holds several documents, so that all its batches are alike.
+
+        Rows of groups have further keys, of other types: see [Note: what a packed row holds]."""
         located = [self.locate(int(row)) for row in rows]
         lengths = [int(group.document_lengths(own).sum()) for group, own in located]
         width = self.max_tokens if self.packing else max(lengths, default=0)
         shape = (len(located), width)
-        out = {name: np.zeros(shape, dtype=np.int64) for name in ("position_ids", "document_ids")}
+        out: dict[str, np.ndarray] = {
+            name: np.zeros(shape, dtype=np.int64) for name in ("position_ids", "document_ids")
+        }
         out["input_ids"] = np.full(shape, self.pad_id, dtype=np.int64)
         out["labels"] = np.full(shape, NO_TARGET, dtype=np.int64)
+        if self.grouped:
+            out["sequence_ids"] = np.zeros(shape, dtype=np.int64)
+            if all(group.reference is not None for group in self.groups):
+                out["reference_logprobs"] = np.zeros(shape, dtype=np.float32)
+            if any(group.store.kind == "labels" for group in self.groups):
+                out["desirable"] = np.zeros(shape, dtype=bool)
+        sequences = 0
         for i, (group, own) in enumerate(located):
-            group.write_row(own, {name: array[i] for name, array in out.items()})
+            group.write_row(own, {name: array[i] for name, array in out.items()}, sequences)
+            sequences += len(group.document_lengths(own))
         if not self.shared:
             del out["document_ids"], out["position_ids"]
         out["attention_mask"] = (np.arange(width)[None] < np.array(lengths)[:, None]).astype(np.int64)
@@ -194,16 +239,23 @@ class StepLoader:
     """Batches by step number. See [Note: which rows form a step].
 
     The last step of an epoch may be partial. Without `shuffle`, an epoch has every row once, in order, whatever the weights.
+
+    Raises:
+        UserError: A step would separate rows that belong together.
     """
 
     def __init__(self, rows: PackedRows, rows_per_step: int, seed: int, shuffle: bool = True):
         assert rows_per_step > 0, rows_per_step
         assert len(rows) > 0, "there are no rows"
         self.rows, self.rows_per_step = rows, rows_per_step
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._unit = seed, shuffle, rows.together
+        if rows_per_step % self._unit:
+            what = f"a step of {rows_per_step} rows would separate the two sequences of a pair"
+            raise UserError(what, "batch.tokens_per_step", "without packing, give an even number of rows")
         # A group keeps at least one row, so a source with a small weight does not disappear.
-        self._takes = [max(1, round(g.weight * len(g))) if shuffle and len(g) else len(g) for g in rows.groups]
-        self.rows_per_epoch = sum(self._takes)
+        units = [(g.weight, len(g) // self._unit) for g in rows.groups]
+        self._takes = [max(1, round(weight * count)) if shuffle and count else count for weight, count in units]
+        self.rows_per_epoch = sum(self._takes) * self._unit
         self.steps_per_epoch = -(-self.rows_per_epoch // rows_per_step)
         self._order: tuple[int, np.ndarray] | None = None  # the current epoch and its rows
 
@@ -232,10 +284,12 @@ class StepLoader:
             return np.arange(len(self.rows))
         parts, first = [], 0
         for number, (group, take) in enumerate(zip(self.rows.groups, self._takes, strict=True)):
-            parts.append(first + self._group_rows(number, len(group), epoch * take, take))
-            first += len(group)
+            count = len(group) // self._unit
+            parts.append(first + self._group_rows(number, count, epoch * take, take))
+            first += count
         chosen = np.concatenate(parts)
-        return chosen[permutation(len(chosen), self._seed, 0, epoch)]
+        chosen = chosen[permutation(len(chosen), self._seed, 0, epoch)]
+        return (chosen[:, None] * self._unit + np.arange(self._unit)).reshape(-1)
 
     def _group_rows(self, group: int, count: int, begin: int, take: int) -> np.ndarray:
         """Entries `begin..begin + take` of an endless sequence of passes over a group, each pass in a new order.

@@ -1,10 +1,10 @@
-"""What a record becomes: one of four kinds of sample, or a rejection with its reason."""
+"""What a record becomes: one of the kinds of sample, or a rejection with its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 class SampleRejected(Exception):
@@ -56,6 +56,24 @@ class TokenSample:
     trained: list[bool] | None = None
 
 
-Sample = TextSample | PromptSample | ChatSample | TokenSample
+@dataclass(frozen=True)
+class PairSample:
+    """Two answers to one prompt, the preferred one and the other."""
+
+    chosen: PromptSample | ChatSample
+    rejected: PromptSample | ChatSample
+
+
+@dataclass(frozen=True)
+class LabelledSample:
+    """An answer that is labelled good (desirable) or bad."""
+
+    sample: PromptSample | ChatSample
+    good: bool
+
+
+Sample = TextSample | PromptSample | ChatSample | TokenSample | PairSample | LabelledSample
+DataKind = Literal["samples", "pairs", "labels"]
+"""What an objective is trained on: single samples; a preferred and a rejected answer; answers that are labelled good or bad."""
 Fields = Mapping[str, Any]
 """A record, keyed by the format's column names."""

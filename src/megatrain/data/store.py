@@ -8,6 +8,7 @@ hashes.bin   uint64 (S,)   hash of each sample's content, for splits that depend
 fingerprints.bin uint64 (S,)  hash of each sample's ids and targets
 files.bin    int32  (S,)   number of the file the sample came from
 lines.bin    int64  (S,)   its line or row there
+roles.bin    uint8  (S,)   only in stores of groups: what a sequence is in its group, see [Note: groups] in groups.py
 meta.json                  everything small; written last, which marks the store complete
 """
 
@@ -29,11 +30,12 @@ META = "meta.json"
 _COLUMNS: dict[str, type[np.generic]] = {
     "tokens": np.uint32, "trained": np.uint8, "ends": np.int64, "targets": np.int64, "hashes": np.uint64,
     "fingerprints": np.uint64,
-    "files": np.int32, "lines": np.int64,
+    "files": np.int32, "lines": np.int64, "roles": np.uint8,
 }  # fmt: skip
 
-Kind = Literal["stream", "samples"]
-"""Whether rows may cut the samples anywhere (`stream`) or keep them whole."""
+Kind = Literal["stream", "samples", "pairs", "labels"]
+"""Whether rows may cut the samples anywhere (`stream`) or keep them whole, alone (`samples`) or in groups of two."""
+GROUPED = ("pairs", "labels")
 
 
 def place(path: str, unit: str, number: int) -> str:
@@ -46,7 +48,9 @@ class StoreWriter:
 
     def __init__(self, folder: Path, kind: Kind):
         self._folder, self._kind = folder, kind
-        names = [name for name in _COLUMNS if not (name == "trained" and kind == "stream")]
+        absent = {"trained"} if kind == "stream" else set()
+        absent |= set() if kind in GROUPED else {"roles"}
+        names = [name for name in _COLUMNS if name not in absent]
         self._files: dict[str, BinaryIO] = {name: (folder / f"{name}.bin").open("wb", 1 << 20) for name in names}
         self._open_tokens = 0
         self.samples = self.tokens = self.targets = 0
@@ -71,11 +75,16 @@ class StoreWriter:
         if self._open_tokens:
             self._end(max(self._open_tokens - 1, 0), file, line, content_hash)
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, file: int, line: int, content_hash: int) -> None:
-        """Append a whole sample: ids and mask of the same length."""
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray, file: int, line: int, content_hash: int, role: int | None = None
+    ) -> None:
+        """Append a whole sample: ids and mask of the same length, and its role in a store of groups."""
         self.extend(ids)
         self._put("trained", trained)
         self._fingerprint.update(np.ascontiguousarray(trained, dtype=np.uint8).data)
+        if role is not None:
+            self._put("roles", np.array([role]))
+            self._fingerprint.update(bytes([role]))
         self._end(int(trained[1:].sum()), file, line, content_hash)
 
     def finish(self, meta: dict[str, Any]) -> None:
@@ -141,7 +150,17 @@ class TokenStore:
     @cached_property
     def trained(self) -> np.ndarray | None:
         """(N,) uint8; None: every token is trained."""
-        return self._map("trained") if self.kind == "samples" else None
+        return self._map("trained") if self.kind != "stream" else None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether samples 2p and 2p + 1 belong together."""
+        return self.kind in GROUPED
+
+    @cached_property
+    def roles(self) -> np.ndarray:
+        """(S,) uint8, in a store of groups."""
+        return self._map("roles")
 
     @cached_property
     def starts(self) -> np.ndarray:

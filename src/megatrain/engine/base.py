@@ -16,7 +16,7 @@ from torch import nn
 from megatrain.checkpoint.async_save import SaveHandle, SaveProgress
 from megatrain.engine import batches
 from megatrain.engine.batches import BatchShape
-from megatrain.engine.objective import CrossEntropy, Objective
+from megatrain.engine.objective import CrossEntropy, Objective, StepTotals, find_targets
 from megatrain.errors import EngineClosed, UserError
 from megatrain.metrics.record import MeshRecord, PipelineRecord
 from megatrain.metrics.spans import Span
@@ -41,7 +41,7 @@ class StepResult:
     """Result of a training step.
 
     Attributes:
-        loss: Mean loss over the step's target tokens, None without any.
+        loss: The objective's sum over its count (cross entropy: mean over the target tokens), None without target tokens.
         grad_norm: Global norm of the gradients before clipping, None without target tokens.
         tokens: Number of target tokens.
         skipped: Why no weight was changed; None if the update was launched.
@@ -51,7 +51,7 @@ class StepResult:
         loss_scale: Loss scale of this step (fp16), else 1.
         moved_bytes: Bytes copied for this step: `h2d` (weights, offloaded inputs) and `d2h` (gradients, inputs to offload).
         pipeline: Figures of the instruments, None if they are off.
-        metrics: The objective's metrics, means over the target tokens.
+        metrics: The objective's metrics, means over its counts.
         routing: Of a mixture of experts: `aux_loss`, the auxiliary loss as Hugging Face reports it, without its coefficient and
             apart from `loss`; of the layer with the busiest expert `max_load`, its load over the layer's mean, and `max_share`,
             the share of tokens that it gets; `idle`, the share of all experts without tokens.
@@ -74,14 +74,16 @@ class EvalResult:
     """Loss of a batch.
 
     Attributes:
-        loss_sum: Sum over the target tokens.
+        loss_sum: The objective's sum.
         tokens: Number of target tokens.
-        metric_sums: The objective's metrics, sums over the target tokens.
+        metric_sums: The objective's metrics, sums too.
+        counts: What `Objective.means` divides the sums by.
     """
 
     loss_sum: float
     tokens: int
     metric_sums: dict[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -142,6 +144,14 @@ class Engine(ABC):
     @abstractmethod
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss of a batch in evaluation mode. Changes no state, and no later training step."""
+
+    @abstractmethod
+    def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of each sequence of a batch by the current weights, (S,) fp32 on the CPU: the sum over its targets.
+
+        Args:
+            batch: As for `train_step`, with `sequence_ids` (rows, T) instead of the objective's keys: 0 to S - 1 at targets.
+        """
 
     @abstractmethod
     def save(
@@ -254,15 +264,26 @@ class Engine(ABC):
         if self._closed:
             raise EngineClosed("the engine is closed")
 
-    def _checked(self, batch: Batch, training: bool = True) -> tuple[dict[str, torch.Tensor], int]:
-        """The validated batch in the form the engine computes, and its number of target tokens. See `batches.checked`."""
+    def _checked(
+        self, batch: Batch, training: bool = True, objective: Objective | None = None
+    ) -> tuple[dict[str, torch.Tensor], StepTotals, int]:
+        """The validated batch in the form the engine computes, what is known of the step, and the rows that stay together.
+
+        See `batches.checked`, `Objective.counts` and `Objective.rows_together`.
+        """
         self._refuse_closed()
+        objective = objective or self.objective
         vocabulary = self.config.get_text_config().vocab_size
-        positions, keys = batches.most_positions(self.config), self.objective.batch_keys
+        positions, keys = batches.most_positions(self.config), objective.batch_keys
         by_length, masks = scaling_by_length(self.config) is not None, training and self._masks_tokens
         found, tokens = batches.checked(batch, vocabulary, positions, keys, by_length, masks)
+        counts, together = {"tokens": tokens}, 1
+        if tokens and type(objective) is not CrossEntropy:
+            targets = find_targets(found["labels"], {key: found[key] for key in keys})
+            counts |= objective.counts(targets)
+            together = objective.rows_together(targets)
         shape = self._shapes[0 if training else 1]
-        return found if shape is None else shape.padded(found), tokens
+        return found if shape is None else shape.padded(found), StepTotals(counts), together
 
 
 def unwatched(kind: str, name: str | None = None) -> AbstractContextManager[Any]:

@@ -138,14 +138,16 @@ def checked(
     return tensors, len(find_targets(tensors["labels"]))
 
 
-def rows_of_rank(batch: Mapping[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """A rank's share of the rows of a checked batch, in the order of the batch.
+def rows_of_rank(
+    batch: Mapping[str, torch.Tensor], rank: int, ranks: int, together: int = 1
+) -> dict[str, torch.Tensor]:
+    """A rank's share of the rows of a checked batch, in the order of the batch. `together`: see `Objective.rows_together`.
 
     All shares have the same number of rows, so that all ranks compute the same passes over the same shapes: a share that would
     be shorter repeats the last row, without targets.
     """
     rows = len(batch["input_ids"])
-    share = -(-rows // ranks)
+    share = -(-rows // (ranks * together)) * together
     index = torch.arange(rank * share, (rank + 1) * share)
     repeated = index >= rows
     part = {name: tensor[index.clamp(max=rows - 1)] for name, tensor in batch.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -133,9 +134,10 @@ def local_token_mean() -> None:
 
     checked = HostEngine._checked
 
-    def local(self, batch, training=True):
-        found, _ = checked(self, batch, training)
-        return found, max(1, len(batches.find_targets(found["labels"])))
+    def local(self, batch, training=True, objective=None):
+        found, step, together = checked(self, batch, training, objective)
+        own = {"tokens": max(1, len(batches.find_targets(found["labels"])))}
+        return found, dataclasses.replace(step, counts=own), together
 
     HostEngine._checked = local  # type: ignore[method-assign]
 

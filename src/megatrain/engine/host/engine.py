@@ -56,9 +56,10 @@ from megatrain.engine.host.instruments import Debug, Instruments
 from megatrain.engine.host.layer import StepAborter
 from megatrain.engine.host.oom import OomRecovery, limit_device
 from megatrain.engine.host.optimizer import HostOptimizer, LossScale
-from megatrain.engine.objective import CrossEntropy, Objective
+from megatrain.engine.objective import CrossEntropy, Objective, Statistics, StepTotals
 from megatrain.engine.parity_check import token_wise, verify_family, verify_packing
 from megatrain.engine.plan import ExecutionPlan, StepShape, device_of
+from megatrain.engine.sequences import SequenceLogprobs
 from megatrain.errors import NumericStop, PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.host_memory.store import HostStore, UnitPlanes
@@ -340,12 +341,15 @@ class HostEngine(Engine):
         The weights may still be on their way: results are dropped, and the state stays as it is.
         """
         self._warm = True
-        if self._device_side.route is Route.FUSED_UPDATE or self.objective.batch_keys:
+        if self._device_side.route is Route.FUSED_UPDATE:
             return
         for shape, training in zip(self._shapes, (True, False), strict=True):
             for length in shape.lengths if shape is not None else ():
                 assert shape is not None
-                batch = self._share_of_rank(shape.example(length))
+                example = self.objective.example(shape.example(length))
+                if example is None:
+                    return
+                batch = self._share_of_rank(example)
                 try:
                     with self.instruments.paused(), self._kernels(batch), randomness.seeded(self.device, self.seed, 0):
                         self._device_side.runner.warm_up(batch, self._oom.shape(batch["input_ids"].shape), training)
@@ -406,15 +410,15 @@ class HostEngine(Engine):
 
     def _train_step(self, batch: Batch, learning_rate: float | None) -> StepResult:
         started = time.perf_counter()
-        batch, tokens = self._checked(batch)
+        batch, step, together = self._checked(batch)
         self._checkpoints.check_save()
-        if tokens == 0:
+        if (tokens := step.counts["tokens"]) == 0:
             self.step += 1
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         if self._device_side.route is Route.FUSED_UPDATE:
             self._optimizer.coefficients = self.optim.coefficients(self.updates + 1, learning_rate)
-        loss, norm, metrics, routing = self._forward_backward(batch, tokens, scale)
+        loss, norm, metrics, routing = self._forward_backward(batch, step, together, scale)
         self.step += 1
         skipped = self._decide(loss, norm)
         if skipped is None:
@@ -426,26 +430,49 @@ class HostEngine(Engine):
         started = time.perf_counter()
         if self._device_side.route is Route.FUSED_UPDATE:
             raise UserError("this engine keeps no gradients", "gradient_plane=False", "leave gradient_plane at True")
-        batch, tokens = self._checked(batch)
-        if tokens == 0:
+        batch, step, together = self._checked(batch)
+        if (tokens := step.counts["tokens"]) == 0:
             return StepResult(None, None, 0, "no target tokens")
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        loss, norm, metrics, routing = self._forward_backward(batch, tokens, scale)
+        loss, norm, metrics, routing = self._forward_backward(batch, step, together, scale)
         return self._result(batch, tokens, loss, norm, metrics, routing, "gradients only", started)
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """See `Engine.eval_step`."""
-        batch, tokens = self._checked(batch, training=False)
-        if tokens == 0:
+        batch, step, _ = self._checked(batch, training=False)
+        if (tokens := step.counts["tokens"]) == 0:
             return EvalResult(0.0, 0)
 
         def compute(shape: StepShape) -> tuple[float, dict[str, float], list[float]]:
-            sums = self._device_side.runner.loss(batch, shape)
+            known = self._with_statistics(batch, shape, step, passes=1)
+            sums = self._device_side.runner.loss(batch, shape, step=known)
             return sums.wait(shards=self._shards, names=self._metric_names(sums))
 
         with self.instruments.paused(), self.watch("evaluation"):
             loss_sum, metric_sums, _ = self._until_it_fits(batch, compute, training=False)
-        return EvalResult(loss_sum, tokens, metric_sums)
+        return EvalResult(loss_sum, tokens, metric_sums, step.counts)
+
+    def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
+        """See `Engine.sequence_logprobs`."""
+        objective = SequenceLogprobs()
+        batch, step, _ = self._checked(batch, training=False, objective=objective)
+        if step.counts["tokens"] == 0:
+            return torch.zeros(0)
+
+        def compute(shape: StepShape) -> torch.Tensor:
+            sums = self._device_side.runner.loss(batch, shape, step=step, objective=objective)
+            return self._shards.total(sums.metrics["logprobs"]).float().cpu()
+
+        with self.instruments.paused(), self.watch("evaluation"):
+            return self._until_it_fits(batch, compute, training=False)
+
+    def _with_statistics(self, batch: Batch, shape: StepShape, step: StepTotals, passes: int) -> StepTotals:
+        """`step` with the objective's statistics, if it needs some and this is not a single pass over all rows."""
+        if not self.objective.has_statistics or (passes == 1 and not self._shards.many):
+            return step
+        sums = self._device_side.runner.loss(batch, shape, step=step, objective=Statistics(self.objective))
+        _, found, _ = sums.wait(shards=self._shards, names=self._metric_names(sums))
+        return replace(step, statistics=found)
 
     def step_over_ranks(self) -> MeshRecord | None:
         """See `Engine.step_over_ranks`; None for one process, and without instruments.
@@ -481,21 +508,26 @@ class HostEngine(Engine):
         return True
 
     def _forward_backward(
-        self, batch: Batch, tokens: int, loss_scale: float
+        self, batch: Batch, step: StepTotals, together: int, loss_scale: float
     ) -> tuple[float, float, dict[str, float], dict[str, float]]:
         """(loss, gradient norm, metrics, figures of the routers) of the step, waited for. The gradients are on the host or on
         their way.
 
-        `batch` has the rows of this rank, `tokens` counts the targets of all ranks.
+        `batch` has the rows of this rank, `step` describes the rows of all ranks.
         """
         self._gradient_scale, shards = loss_scale, self._shards
+        scale = loss_scale / step.counts[self.objective.per]
 
         def compute(shape: StepShape) -> tuple[float, float, dict[str, float], dict[str, float]]:
+            known = step
+            if self.objective.has_statistics:
+                with self.instruments.paused():
+                    known = self._with_statistics(batch, shape, step, shape.accumulation_steps)
             self._device_side.reset_counters()
             with self.instruments.step(self.step + 1):
                 with randomness.seeded(self.device, self.seed, self.step):
                     sums, on_device, routing = self._device_side.runner.gradients(
-                        batch, shape, loss_scale / tokens, loss_scale=loss_scale
+                        batch, shape, scale, loss_scale=loss_scale, step=known, together=together
                     )
                 figures = routing.figures() if routing is not None else {}
                 # the step's only synchronisation
@@ -511,9 +543,11 @@ class HostEngine(Engine):
             routers = {n: v / shards.world for n, v in zip(figures, found, strict=True)}
             return loss, squares / shards.replicas, metrics, routers
 
-        loss_sum, squares, metrics, routing = self._until_it_fits(batch, compute, training=True)
+        loss_sum, squares, metric_sums, routing = self._until_it_fits(batch, compute, training=True)
         norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
-        return loss_sum / tokens, norm, {name: value / tokens for name, value in metrics.items()}, routing
+        loss, metrics = self.objective.means(loss_sum, metric_sums, step.counts)
+        assert loss is not None, step.counts
+        return loss, norm, metrics, routing
 
     def _until_it_fits(self, batch: Batch, compute: Callable[[StepShape], T], training: bool) -> T:
         """Run `compute` under OOM recovery; see `OomRecovery.until_it_fits`."""
@@ -690,19 +724,21 @@ class HostEngine(Engine):
 
     # ---------------------------------------------------------------- small parts
 
-    def _checked(self, batch: Batch, training: bool = True) -> tuple[dict[str, torch.Tensor], int]:
-        checked, tokens = super()._checked(batch, training)
+    def _checked(
+        self, batch: Batch, training: bool = True, objective: Objective | None = None
+    ) -> tuple[dict[str, torch.Tensor], StepTotals, int]:
+        checked, step, together = super()._checked(batch, training, objective)
         if self._unverified_packing is not None and batches.is_packed(checked):
             attention, trust_remote_code = self._unverified_packing
             verify_packing(self.config, attn_implementation=attention, trust_remote_code=trust_remote_code)
             self._unverified_packing = None
-        return self._share_of_rank(checked), tokens
+        return self._share_of_rank(checked, together), step, together
 
-    def _share_of_rank(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _share_of_rank(self, batch: dict[str, torch.Tensor], together: int = 1) -> dict[str, torch.Tensor]:
         """The rows that this rank computes."""
         if not self._shards.many:
             return batch
-        return batches.rows_of_rank(batch, self._shards.rank, self._shards.world)
+        return batches.rows_of_rank(batch, self._shards.rank, self._shards.world, together)
 
     def _metric_names(self, sums: LossSums) -> list[str] | None:
         """Names of the metrics that some rank has: one without targets may have none. Cross entropy has none anywhere."""

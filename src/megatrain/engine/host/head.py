@@ -17,6 +17,7 @@ from megatrain.engine.objective import (
     IGNORED,
     CrossEntropy,
     Objective,
+    StepTotals,
     Targets,
     cross_entropy_sum,
     find_targets,
@@ -71,9 +72,12 @@ class Head:
         self._cross_entropy = torch.compile(cross_entropy_sum, dynamic=False) if compiled else cross_entropy_sum
         self._logprobs = torch.compile(token_logprobs, dynamic=False) if compiled else token_logprobs
 
-    def find_targets(self, batch: Mapping[str, torch.Tensor]) -> Targets:
-        """All targets of a batch, on the CPU."""
-        return find_targets(batch["labels"], {key: batch[key] for key in self._objective.batch_keys})
+    def find_targets(
+        self, batch: Mapping[str, torch.Tensor], step: StepTotals | None, objective: Objective | None = None
+    ) -> Targets:
+        """All targets of a batch, on the CPU. `step`: what is known of the whole step, of which this may be a part."""
+        keys = (objective or self._objective).batch_keys
+        return find_targets(batch["labels"], {key: batch[key] for key in keys}, step)
 
     def targets_of(self, targets: Targets, rows: slice) -> Targets:
         """The targets of some rows, on the device, with positions counted from the first of these rows."""
@@ -86,14 +90,22 @@ class Head:
 
     @torch.no_grad()
     def loss(
-        self, hidden_BTD: torch.Tensor, targets: Targets, weights: Weights, chunk_tokens: int, sums: LossSums
+        self,
+        hidden_BTD: torch.Tensor,
+        targets: Targets,
+        weights: Weights,
+        chunk_tokens: int,
+        sums: LossSums,
+        objective: Objective | None = None,
     ) -> None:
-        """Add loss and metrics of the targets to `sums`, without gradients."""
-        if self._objective.linear:
+        """Add loss and metrics of the targets to `sums`, without gradients; by the engine's objective unless another is given."""
+        objective = objective or self._objective
+        if objective is self._objective and objective.linear:
             for hidden_nD, labels_n, part in self._chunks(hidden_BTD, targets, chunk_tokens):
                 self._linear_loss(hidden_nD, labels_n, targets.part(part), weights, sums)
         else:
-            sums.add(*self._objective.loss(self._all_logprobs(hidden_BTD, targets, weights, chunk_tokens), targets))
+            logprobs_N = self._all_logprobs(hidden_BTD, targets, weights, chunk_tokens)
+            sums.add(*objective.with_statistics(logprobs_N, targets))
 
     def backward(
         self,
@@ -159,7 +171,7 @@ class Head:
     ) -> torch.Tensor:
         """(N,) fp32, derivative of the loss with respect to each log-probability; adds loss and metrics to `sums`."""
         logprobs_N = self._all_logprobs(hidden_BTD, targets, weights, chunk_tokens).requires_grad_()
-        loss, metrics = self._objective.loss(logprobs_N, targets)
+        loss, metrics = self._objective.with_statistics(logprobs_N, targets)
         sums.add(loss, metrics)
         return torch.autograd.grad(loss, logprobs_N)[0]
 

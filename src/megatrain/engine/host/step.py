@@ -28,7 +28,7 @@ from megatrain.engine.host.routing import Routing
 from megatrain.engine.host.rows import chunks_of
 from megatrain.engine.host.tape import Tape
 from megatrain.engine.host.weights import WeightStream, forward_fetch_order, training_fetch_order
-from megatrain.engine.objective import Objective
+from megatrain.engine.objective import Objective, StepTotals
 from megatrain.engine.plan import StepShape
 from megatrain.models.rope import scaling_by_length
 from megatrain.models.routers import RouterLoss
@@ -100,23 +100,28 @@ class StepRunner:
         gradient_scale: float,
         only: Sequence[int] | None = None,
         loss_scale: float = 1.0,
+        *,
+        step: StepTotals | None = None,
+        together: int = 1,
     ) -> tuple[LossSums, torch.Tensor, Routing | None]:
         """Forward and backward of a whole step; every unit's gradient is on its way to the host afterwards.
 
         Args:
             batch: The rows of the step, or this rank's share of them.
             shape: How to cut it.
-            gradient_scale: Factor on the gradient of the loss's sum: 1 / target tokens of the whole step, times the loss scale.
+            gradient_scale: Factor on the gradient of the loss's sum: the loss scale over the count that the loss is divided by.
             only: Compute only these layers, ascending, the first layer among them; see `warm_up`.
             loss_scale: The loss scale, which is the factor on the gradient of the auxiliary loss.
+            step: What is known of the whole step; None: these rows are all of it.
+            together: Rows that stay in one accumulation step; see `Objective.rows_together`.
 
         Returns:
             (sums of loss and metrics, sum of the squares of the gradients, what the routers did or None), on the device, not yet
             waited for.
         """
         self.shell.train(True)
-        inputs, targets = self._place(batch), self._head.find_targets(batch)
-        passes = chunks_of(len(batch["input_ids"]), -(-len(batch["input_ids"]) // shape.accumulation_steps))
+        inputs, targets = self._place(batch), self._head.find_targets(batch, step)
+        passes = _accumulation_steps(len(batch["input_ids"]), shape.accumulation_steps, together)
         microbatch_rows = min(shape.microbatch_rows, max(rows.stop - rows.start for rows in passes))
         self._learn_row_axes(inputs, microbatch_rows)
         self.layers.policies = shape.policies
@@ -155,14 +160,22 @@ class StepRunner:
         self._weights.edges_in_use()
         return sums, self._gradients.squared_norm(), routing
 
-    def loss(self, batch: Batch, shape: StepShape, only: Sequence[int] | None = None) -> LossSums:
+    def loss(
+        self,
+        batch: Batch,
+        shape: StepShape,
+        only: Sequence[int] | None = None,
+        *,
+        step: StepTotals | None = None,
+        objective: Objective | None = None,
+    ) -> LossSums:
         """Sums of a batch's loss and metrics, without gradients. Logits exist for one chunk of tokens at a time.
 
-        `only`: as for `gradients`.
+        `only`, `step`: as for `gradients`. `objective`: instead of the engine's.
         """
         self.shell.train(False)
         inputs, rows = self._place(batch), slice(0, len(batch["input_ids"]))
-        targets = self._head.targets_of(self._head.find_targets(batch), rows)
+        targets = self._head.targets_of(self._head.find_targets(batch, step, objective), rows)
         sums = LossSums(self._streams.device)
         microbatch_rows = min(shape.microbatch_rows, len(batch["input_ids"]))
         with torch.no_grad():
@@ -170,7 +183,7 @@ class StepRunner:
             self._weights.follow(list(self._layers_of(only)))
             edges = self._bind_edges(requires_grad=False)
             hidden_BTD = self._forward(inputs, edges, microbatch_rows, 1, tape=None)
-            self._head.loss(hidden_BTD, targets, edges.all(), shape.head_tokens, sums)
+            self._head.loss(hidden_BTD, targets, edges.all(), shape.head_tokens, sums, objective)
         self._weights.edges_in_use()
         return sums
 
@@ -339,6 +352,13 @@ def _always_packed(positions_BT: torch.Tensor) -> torch.Tensor:
     changed = positions_BT.clone()
     changed[:, -1] = 0
     return changed
+
+
+def _accumulation_steps(rows: int, steps: int, together: int) -> list[slice]:
+    """The rows of each accumulation step, as equal as possible, without separating rows that stay together."""
+    groups = -(-rows // together)
+    parts = chunks_of(groups, -(-groups // steps))
+    return [slice(part.start * together, min(part.stop * together, rows)) for part in parts]
 
 
 def _rows_of(inputs: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:

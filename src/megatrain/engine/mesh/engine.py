@@ -52,7 +52,7 @@ from megatrain.engine.mesh.stage import Part, Stage, cut, plan_parts, verify_fam
 from megatrain.engine.mesh.state import MeshState, everyone
 from megatrain.engine.mesh.tensor_parallel import parallelize, splits_experts
 from megatrain.engine.mesh.zero_bubble import WeightGradStore
-from megatrain.engine.objective import CrossEntropy, Objective
+from megatrain.engine.objective import CrossEntropy, Objective, StepTotals
 from megatrain.errors import Aftermath, UserError
 from megatrain.metrics.record import MeshRecord
 from megatrain.models import routers
@@ -204,8 +204,8 @@ class MeshEngine(Engine):
     def backward(self, batch: Mapping[str, torch.Tensor]) -> StepResult:
         """See `Engine.backward`. Collective."""
         started = time.perf_counter()
-        batch, tokens = self._checked(batch)
-        if tokens == 0:
+        batch, step, _ = self._checked(batch)
+        if (tokens := step.counts["tokens"]) == 0:
             return StepResult(None, None, 0, "no target tokens", {"step": time.perf_counter() - started})
         self.gradients.clear()
         own = microbatches(batch, self.layout, self.devices.at, self.device)
@@ -220,8 +220,8 @@ class MeshEngine(Engine):
 
     def eval_step(self, batch: Mapping[str, torch.Tensor]) -> EvalResult:
         """See `Engine.eval_step`. Collective."""
-        batch, tokens = self._checked(batch, training=False)
-        if tokens == 0:
+        batch, step, _ = self._checked(batch, training=False)
+        if (tokens := step.counts["tokens"]) == 0:
             return EvalResult(0.0, 0)
         own = microbatches(batch, self.layout, self.devices.at, self.device)
         for stage in self.stages:
@@ -233,7 +233,13 @@ class MeshEngine(Engine):
             if self.devices.at.tensor > 0:
                 loss_sum.zero_()
             dist.all_reduce(loss_sum)
-        return EvalResult(loss_sum.item(), tokens)
+        return EvalResult(loss_sum.item(), tokens, {}, step.counts)
+
+    def sequence_logprobs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See `Engine.sequence_logprobs`."""
+        raise UserError(
+            "the mesh engine computes no log-probabilities of sequences", "engine: mesh", "use engine: host"
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine.named_parameters`. Collective: exhaust it on every rank."""
@@ -473,10 +479,12 @@ class MeshEngine(Engine):
     def _shape(self, name: str) -> torch.Size:
         return self.structure.model.get_parameter(name).shape
 
-    def _checked(self, batch: Mapping[str, torch.Tensor], training: bool = True) -> tuple[Batch, int]:
-        checked, tokens = super()._checked(batch, training)
+    def _checked(
+        self, batch: Mapping[str, torch.Tensor], training: bool = True, objective: Objective | None = None
+    ) -> tuple[Batch, StepTotals, int]:
+        checked, step, together = super()._checked(batch, training, objective)
         refuse_mask(checked)
-        return checked, tokens
+        return checked, step, together
 
     @contextlib.contextmanager
     def _computing(self, own: Sequence[Batch]) -> Iterator[None]:
