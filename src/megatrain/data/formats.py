@@ -164,16 +164,16 @@ def _check_wanted(name: str | None, wanted: DataKind, column_of: Mapping[str, st
     listed = ", ".join(list(column_of.values())[:12]) or "(none)"
     if wanted == "pairs" and (name != "preference" or not _has_pairs(column_of)):
         what = f"the objective needs pairs of answers, columns chosen and rejected; the columns are {listed}"
-        raise UserError(what, where, "name them (columns: {chosen: ..., rejected: ...}), or set objective.kind: sft")
+        raise UserError(what, where, "name them (columns: {chosen: ..., rejected: ...})")
     if wanted != "pairs" and name == "preference":
         what = "columns chosen and rejected are pairs of answers, which this objective is not trained on"
-        remedy = "set objective.kind: dpo (ipo, orpo, simpo); to train the preferred answers alone, columns: {completion: chosen}"
+        remedy = "to train the preferred answers alone: format: prompt_completion, columns: {completion: chosen}"
         raise UserError(what, where, remedy)
     if wanted == "labels":
         has_label = any(own in column_of for own in ("label", *ALIASES["label"]))
         if not has_label or name in ("text", "lines", "tokens"):
             what = f"the objective needs answers with a column label, true or false; the columns are {listed}"
-            raise UserError(what, where, "name it (columns: {label: ...}), or choose another objective.kind")
+            raise UserError(what, where, "name it (columns: {label: ...})")
 
 
 def _all_names(form: Format, mapping: Mapping[str, str], turns: str | None) -> dict[str, str]:
