@@ -15,6 +15,7 @@ import torch.distributed as dist
 import families
 import mesh_ranks
 from engines import host_engine
+from megatrain.checkpoint import shared_write
 from megatrain.checkpoint.files import FilesWriter
 from megatrain.checkpoint.format import MANIFEST_FILE
 from megatrain.device.shards import Shards
@@ -111,6 +112,21 @@ def test_hosts_with_a_replica_each_write_and_read_the_same_checkpoint(tmp_path):
     assert found == losses[2:] and all(torch.equal(end[name], trained[name]) for name in trained)
     mesh_ranks.run(2, resume, first, alone, words)
     assert records(alone) == records(first)
+
+
+def test_hosts_without_a_common_folder(tmp_path):
+    """The second host does not see the folder: rank 0 writes all units, from its own host's replica, and updates go on."""
+
+    def on_a_blind_host(*given: Any) -> Any:
+        if dist.get_rank() >= 2:
+            shared_write._is_marked = lambda *_: False  # type: ignore[assignment]
+        return on_a_host(save_and_go_on, *given)
+
+    first, again = tmp_path / "first", tmp_path / "again"
+    (losses, _), *others = mesh_ranks.run(4, on_a_blind_host, first, {"replicas": 2, "resident": ["embedding"]})
+    assert all(found == losses for found, _ in others)
+    mesh_ranks.run(1, resume, first, again, {})
+    assert records(again) == records(first)
 
 
 def test_a_save_finds_replicas_that_differ(tmp_path):
