@@ -324,5 +324,5 @@ def test_compiled_layers_compute_the_same(layout, recompute, monkeypatch):
 
     compiled, eager = ranks.run(2, work, "on"), ranks.run(2, work, "off")
     for (got, names), (want, none) in zip(compiled, eager, strict=True):
-        assert names == ["layer_0_keep"] and none == []
+        assert names.count("layer_0_keep") == 1 and none == []
         assert torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5)

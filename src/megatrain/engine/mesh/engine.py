@@ -466,6 +466,7 @@ class MeshEngine(Engine):
             stage.checkpoint_kwargs["context_fn"] = lambda: (debug(), debug())
         if self.compiled:
             self._compile_layers(stage.own_layers())
+            stage.head.compile()
         if self.plan.recompute:
             for layer in stage.own_layers():
                 forward = functools.partial(checkpoint, layer.forward, **stage.checkpoint_kwargs)

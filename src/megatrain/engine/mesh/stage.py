@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatrain.engine.mesh.context_parallel import ARGUMENT, TokenMap
+from megatrain.engine.mesh.head import ChunkedHead
 from megatrain.engine.mesh.layout import Layout, ranges_of, split_layers
 from megatrain.engine.mesh.zero_bubble import WeightGradStore
 from megatrain.engine.objective import IGNORED, cross_entropy_sum
@@ -39,10 +39,6 @@ from megatrain.errors import UserError
 from megatrain.models.shell import GivenStates
 from megatrain.models.structure import Structure, dissect, with_submodule
 
-LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logits (N, V) or a vocabulary shard of them, labels (N,) with -100) -> sum of the cross entropies, a scalar."""
-
-HEAD_CHUNK_TOKENS = 4096
 CANNOT_CUT = "this family cannot be cut into pipeline stages: set parallel.pipeline to 1"
 
 
@@ -107,23 +103,22 @@ class Stage(nn.Module):
         model: The cut CausalLM.
         structure: The whole model's.
         tensor: Ranks of the tensor group.
-        split_head: Whether logits are computed for `HEAD_CHUNK_TOKENS` tokens at a time.
     """
 
-    def __init__(self, model: nn.Module, structure: Structure, part: Part, tensor: int = 1, split_head: bool = True):
+    def __init__(self, model: nn.Module, structure: Structure, part: Part, tensor: int = 1):
         super().__init__()
         self.model = model
         self.part = part
         self.tensor = tensor
-        self.split_head = split_head and tensor == 1
         self.weight_grads: WeightGradStore | None = None
         """Only with schedules that split the backward."""
         self.checkpoint_kwargs: dict[str, Any] = {"use_reentrant": False}
-        self.loss_sum: LossSum = cross_entropy_sum
         self.loss_divisor = 1.0
         """Target tokens of the whole step; set before each step."""
         self.enter: Callable[[torch.Tensor], torch.Tensor] | None = None
         """On the first stage of a tensor group: the embedding's output (B, L, D) -> this rank's residual stream (B, S, D)."""
+        self.leave: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """On the last stage of a tensor group: this rank's residual stream (B, S, D) -> the head's input (B, L, D)."""
         self.split: dict[str, tuple[int, int]] = {}
         """Parameters sharded over tensor ranks: HF name -> (sharded dimension, its full length)."""
         self.token_map: Callable[[int, torch.Tensor | None], TokenMap] | None = None
@@ -133,6 +128,7 @@ class Stage(nn.Module):
         # In a tuple, hidden from nn.Module: they are parts of `model`, whose names must not occur twice.
         head = with_submodule(model, structure.base_name, GivenStates(base, layers_path))
         self._views = (base, head, model.get_submodule(structure.layers_name))
+        self.head = ChunkedHead(self._logits)
         self._layers_name = structure.layers_name
         self._received: torch.Tensor | None = None
 
@@ -180,7 +176,10 @@ class Stage(nn.Module):
         if not self.part.last:
             return hidden
         assert labels is not None, "the last stage needs labels"
-        return torch.stack([self._loss(hidden, labels) / self.loss_divisor])  # not a view: FSDP hooks outputs
+        hidden_BLD = hidden if self.leave is None else self.leave(hidden)
+        parameters = list(self._views[1].parameters())
+        # Stacked, because FSDP hooks outputs, which may not be views.
+        return torch.stack([self.head.loss(hidden_BLD, labels, parameters, self.loss_divisor)])
 
     def _hidden(
         self, given: torch.Tensor, position_ids: torch.Tensor | None, documents: torch.Tensor | None
@@ -200,25 +199,8 @@ class Stage(nn.Module):
         output = self._views[0](**kwargs)
         return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-    def _loss(self, hidden_BSD: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
-        labels = labels_BL.flatten()
-        if self.tensor > 1:
-            return self.loss_sum(self._logits(hidden_BSD).flatten(0, 1), labels)
-        targets = torch.nonzero(labels != IGNORED).flatten()
-        hidden_ND, labels_N = hidden_BSD.flatten(0, 1)[targets], labels[targets]
-        if not self.split_head:
-            return self._chunk_loss(hidden_ND, labels_N)
-        losses = []
-        for start in range(0, max(1, len(labels_N)), HEAD_CHUNK_TOKENS):
-            chunk = slice(start, start + HEAD_CHUNK_TOKENS)
-            losses.append(checkpoint(self._chunk_loss, hidden_ND[chunk], labels_N[chunk], **self.checkpoint_kwargs))
-        return torch.stack(losses).sum()
-
-    def _chunk_loss(self, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-        return self.loss_sum(self._logits(hidden_ND.unsqueeze(0))[0], labels_N)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._views[1](inputs_embeds=hidden, use_cache=False).logits
+    def _logits(self, hidden_BLD: torch.Tensor) -> torch.Tensor:
+        return self._views[1](inputs_embeds=hidden_BLD, use_cache=False).logits
 
 
 def cut(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
@@ -314,7 +296,7 @@ def verify_cut(model: nn.Module, batch: dict[str, torch.Tensor], stages: int = 2
     try:
         state = batch["input_ids"]
         for part in plan_parts(structure, Layout(pipeline=stages, stage_layers=counts)):
-            stage = Stage(cut(model, structure, part), structure, part, split_head=False)
+            stage = Stage(cut(model, structure, part), structure, part)
             stage.train(model.training)
             stage.hook_entry()
             state = stage(state, labels=labels)

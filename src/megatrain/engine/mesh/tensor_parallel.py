@@ -1,4 +1,4 @@
-"""Tensor parallel with sequence parallel: Hugging Face's `tp_plan` on plain tensors, experts by expert, loss over split logits.
+"""Tensor parallel with sequence parallel: Hugging Face's `tp_plan` on plain tensors, experts by expert, vocabulary by rows.
 
 [Note: plain parameters]
 Before FSDP sees them, the parameters that tensor ranks share are replaced by this rank's parts: plain tensors in Hugging Face's
@@ -24,7 +24,7 @@ head are split as usual.
 
 [Note: vocabulary]
 Embedding and head are split by rows of the vocabulary as `torch.chunk` does: ceil(V / tensor) rows each, fewer on the last rank.
-Logits are never gathered.
+Logits are never gathered: see [Note: split logits] in head.py.
 
 [Note: experts of a tensor group]
 Hugging Face keeps a layer's experts in matrices stacked by expert, (E, out, in). They are split by expert, E / tensor on each
@@ -51,10 +51,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatrain.engine.mesh.head import VocabularySplit
 from megatrain.engine.mesh.layout import whole_attention
 from megatrain.engine.mesh.stage import Stage
 from megatrain.engine.mesh.tensor_collectives import (
@@ -62,11 +62,11 @@ from megatrain.engine.mesh.tensor_collectives import (
     TensorGroup,
     add_up,
     gather_at_entry,
+    gather_tokens,
     scatter_at_exit,
     split_tokens,
     take_own_at_entry,
 )
-from megatrain.engine.objective import IGNORED
 from megatrain.errors import UserError
 from megatrain.models.structure import Structure
 
@@ -143,7 +143,7 @@ WHOLE_EXIT = Style({}, prepare=take_own_at_entry)
 MIXTURE = Style({}, prepare=_mixture_block, owns=False)
 EXPERTS = Style({}, every=0, prepare=own_experts)
 EMBEDDING = Style({"weight": 0}, prepare=_own_rows)
-HEAD = Style({"weight": 0, "bias": 0}, prepare=gather_at_entry)
+HEAD = Style({"weight": 0, "bias": 0})
 PLANNED = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": WHOLE}
 """Styles of linear modules and norms by their names in Hugging Face's plans."""
 MIXTURE_STYLE = "moe_tp_experts"
@@ -178,8 +178,9 @@ def parallelize(stage: Stage, structure: Structure, mesh: DeviceMesh) -> None:
     if stage.part.first:
         stage.enter = partial(split_tokens, group=group)
     if stage.part.last:
-        vocabulary = _vocabulary(stage, structure)
-        stage.loss_sum = partial(_split_vocabulary_loss, group=mesh.get_group(), vocabulary=vocabulary)
+        stage.leave = partial(gather_tokens, group=group)
+        width = -(-_vocabulary(stage, structure) // group.size)  # see [Note: vocabulary]
+        stage.head.split = VocabularySplit(mesh.get_group(), width * group.rank)
 
 
 def splits_experts(model: nn.Module) -> bool:
@@ -291,42 +292,3 @@ def _vocabulary(stage: Stage, structure: Structure) -> int:
     sizes = {length for name, (_, length) in stage.split.items() if not name.startswith(base)}
     assert len(sizes) == 1, sizes
     return sizes.pop()
-
-
-class _SplitVocabularyLoss(torch.autograd.Function):
-    """Sum of cross entropies of logits (N, W) split over a group by vocabulary; the same number on every rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_NW: torch.Tensor, labels_N: torch.Tensor, first: int, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        wide = logits_NW if logits_NW.dtype == torch.float64 else logits_NW.float()
-        largest_N = wide.max(dim=1).values
-        dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
-        exp_NW = (wide - largest_N[:, None]).exp()
-        local_N = labels_N - first
-        mine_N = (labels_N != IGNORED) & (local_N >= 0) & (local_N < wide.shape[1])
-        index_N = local_N.clamp(0, wide.shape[1] - 1)
-        target_N = torch.where(mine_N, wide.gather(1, index_N[:, None])[:, 0] - largest_N, 0.0)
-        sums = torch.stack([exp_NW.sum(dim=1), target_N])
-        dist.all_reduce(sums, group=group)
-        valid_N = labels_N != IGNORED
-        ctx.save_for_backward(exp_NW, sums[0], mine_N, index_N, valid_N)
-        ctx.dtype = logits_NW.dtype
-        return torch.where(valid_N, sums[0].log() - sums[1], 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        exp_NW, sums_N, mine_N, index_N, valid_N = ctx.saved_tensors
-        gradient = exp_NW / sums_N[:, None]
-        gradient.scatter_add_(1, index_N[:, None], -mine_N.to(gradient.dtype)[:, None])
-        gradient *= (valid_N * scale)[:, None]
-        return gradient.to(ctx.dtype), None, None, None
-
-
-def _split_vocabulary_loss(
-    logits_NW: torch.Tensor, labels_N: torch.Tensor, group: dist.ProcessGroup, vocabulary: int
-) -> torch.Tensor:
-    width = -(-vocabulary // dist.get_world_size(group))  # see [Note: vocabulary]
-    first = width * dist.get_rank(group)
-    return _SplitVocabularyLoss.apply(logits_NW, labels_N, first, group)  # type: ignore[return-value]

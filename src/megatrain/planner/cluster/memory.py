@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.engine.mesh.head import HEAD_CHUNK_TOKENS
 from megatrain.engine.mesh.layout import Layout
 from megatrain.engine.mesh.pipeline_schedule import Action, action_table, peak_in_flight
-from megatrain.engine.mesh.stage import HEAD_CHUNK_TOKENS, plan_parts
+from megatrain.engine.mesh.stage import plan_parts
 from megatrain.models.structure import Structure
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.planner.cluster.candidate import Candidate, Request
@@ -30,8 +31,6 @@ from megatrain.units import GIB
 
 PROCESS_BYTES = 3 * GIB
 """CUDA context, NCCL's buffers, kernel workspaces."""
-LOGIT_BYTES = 16
-"""Bytes of a logit at the loss's worst moment: bf16 and fp32 values, probabilities, and both gradients."""
 DEVICE_FRACTION = 0.95
 """Usable share of a GPU's memory; the rest is lost to fragmentation."""
 
@@ -184,8 +183,10 @@ def _activation_lines(
         backward *= 1.0 - 1.0 / BACKWARD_FACTOR
     lines["one layer's backward"] = backward + 2 * sent
     if any(part.last for part in own):
-        at_once = min(tokens, HEAD_CHUNK_TOKENS) if layout.tensor == 1 else tokens
-        lines["logits"] = LOGIT_BYTES * (at_once * shape.vocabulary / layout.tensor)
+        # See [Note: forward and backward of a chunk] in engine/mesh/head.py.
+        logits = min(tokens, HEAD_CHUNK_TOKENS) * shape.vocabulary / layout.tensor
+        lines["logits"] = (request.compute_bytes + 4) * logits
+        lines["gradient of the head"] = (request.compute_bytes + 4) * shape.head_matrix / layout.tensor
     if layout.pipeline > 1:
         ends = sum((not part.first) + (not part.last) for part in own)
         lines["receive buffers of the pipeline"] = ends * layout.microbatch_count * sent

@@ -243,14 +243,14 @@ def _layer(request: Request, candidate: Candidate, cost: LayerCost, groups: _Gro
 
 
 def _head(request: Request, candidate: Candidate, groups: _Groups) -> tuple[Pass, Pass, float]:
-    """(forward, backward, its weight part) of final norm, logits and loss."""
+    """(forward, backward, its deferred part) of final norm, logits and loss."""
     layout, tokens = candidate.layout, candidate.tokens(request.step)
     slow = (1.0 if request.compiled(layout) else EAGER_TIME) * (FP32_TIME if request.compute_bytes == 4 else 1.0)
     rate = request.cluster.matrix_tflops * 1e12 * HEAD_FRACTION * tokens / (tokens + SHORT_CHUNK_TOKENS / 4) / slow
     once = 2.0 * request.inventory.shape.head_matrix * tokens / rate / layout.tensor
     tensor = groups.tensor.gather_s(request.hidden_bytes(candidate)) * (1.0 - request.overheads.tensor_overlap)
-    backward = Pass(2 * once, once if layout.tensor == 1 else 0.0, tensor)  # in chunks, each computed twice
-    return Pass(once, 0.0, tensor), backward, once
+    # Logits and their gradient are computed together, see engine/mesh/head.py; the backward scatters the hidden states'.
+    return Pass(3 * once, 0.0, tensor), Pass(0.0, 0.0, tensor), 0.0
 
 
 Dimension = Literal["tensor", "context", "fsdp", "replicate", "pipeline"]
