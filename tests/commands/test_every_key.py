@@ -113,6 +113,7 @@ ONE_PROCESS: dict[str, Row] = {
     "rejects and a cache": Row("--data.allow_rejects=0.5 --data.left_out=warn --data.cache_dir={files}/cache2"),
     "a divided step": Row("--batch.microbatch_rows=1 --batch.head_chunk_tokens=16 --batch.accumulation_steps=2"),
     "a smaller step": Row("--batch.tokens_per_step=128", "other"),
+    "frozen parts": Row("--train.freeze=[embed_tokens] --train.only=[layers]", "other", said=("training ",)),
     "learning rate": Row("--optim.learning_rate=1e-2", "other"),
     "weight decay": Row("--optim.weight_decay=0.5", "other"),
     "betas": Row("--optim.betas=[0.5, 0.9]", "other"),

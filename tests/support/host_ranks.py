@@ -104,10 +104,10 @@ def _work(case: RankCase, model: Any, batches: list[dict[str, Tensor]], fault: F
         return steps_of(engine, batches)
 
 
-def engine_of(case: RankCase, model: Any) -> HostEngine:
+def engine_of(case: RankCase, model: Any, **more: Any) -> HostEngine:
     group = dist.group.WORLD if dist.is_initialized() else None
     words = {"compute_dtype": "fp64", "threads": 1, **case.plan}
-    return host_engine(model, group=group, device="cpu", verify="never", optim=AdamW64(), **words)
+    return host_engine(model, group=group, device="cpu", verify="never", optim=AdamW64(), **words, **more)
 
 
 def steps_of(engine: HostEngine, batches: list[dict[str, Tensor]]) -> Run:

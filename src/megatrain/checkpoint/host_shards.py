@@ -90,7 +90,11 @@ class HostShards(HostPlanes):
                 if writer == me:
                     assert whole is not None
                     parts = list(_bytes(self._saved(whole)[kind]).chunk(count))
-                dist.gather(_bytes(plane), parts, dst=writer, group=self._shards.saves_inside)
+                values = -(
+                    -self._store.units[name].numel // elements_per_value(kind)
+                )  # equal shards, zeros where frozen
+                whole_shard = torch.nn.functional.pad(plane, (0, values - plane.numel()))
+                dist.gather(_bytes(whole_shard), parts, dst=writer, group=self._shards.saves_inside)
             self._written(name)
         if sums:
             self._compare(sums)

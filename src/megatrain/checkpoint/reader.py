@@ -219,10 +219,23 @@ class OpenCheckpoint:
         if self._optim is not None:
             states = {state.name: state.dtype for state in self._optim.states}
         for unit in self._structure.units:
-            for entry, (_, full) in zip(unit.layout.entries, unit.full_names(), strict=True):
+            for entry, (local, full) in zip(unit.layout.entries, unit.full_names(), strict=True):
+                trained = unit.layout.is_trained(local)
+                if self._optim is not None and self._was_trained(full) != trained:
+                    then, now = ("frozen", "trained") if trained else ("trained", "frozen")
+                    raise UserError(
+                        f"{full} was {then} when it was written and is {now} now",
+                        str(self.directory),
+                        "set train.freeze and train.only as they were, or start from its weights: give the checkpoint as the "
+                        "model",
+                    )
+                if self._optim is not None and not trained:
+                    continue
                 for name, dtype in states.items():
                     key = state_key(name, full)
                     if key not in self._states:
+                        if self._optim is None and not self._was_trained(full):
+                            continue
                         raise damaged(self.directory, f"{key} is in no state file")
                     shape = self._states[key].shape(key)
                     if shape != entry.shape:
@@ -250,6 +263,13 @@ class OpenCheckpoint:
         shape, dtype, blocks = self._states[key].shape(key), self._states[key].dtype(key), -(-numel // BLOCK_ELEMENTS)
         if (shape, dtype) != ((blocks,), torch.float32):
             raise damaged(self.directory, f"{key} is {dtype} {shape}, not fp32 ({blocks},)")
+
+    def _was_trained(self, full: str) -> bool:
+        """Whether the checkpoint has any optimizer state of a parameter."""
+        if not hasattr(self, "_trained_names"):
+            named = (key.partition("/") for key in self._states)
+            self._trained_names = {name for plane, _, name in named if plane != "lo"}
+        return full in self._trained_names
 
     def _refuse_larger_weights(self) -> None:
         """Refuse a unit with more values than the model's, before memory is allocated for them: conversions keep the number."""
@@ -500,12 +520,16 @@ def _restore(
     lo_key = state_key("lo", full)
     if lo_key not in states:
         planes.write_master(local, weight)  # saved as fp32, it is the master
+    elif planes.lo is not None and not planes.layout.is_trained(local):
+        planes.write_master(local, join(weight.contiguous(), states[lo_key].read(lo_key)))
     elif planes.lo is not None:
         planes.hi[own].copy_(weight.reshape(-1)[wanted])
         read_into(lo_key, planes.lo)
     else:
         lo = states[lo_key].read(lo_key)
         join(weight.reshape(-1)[wanted], lo.view(-1)[wanted], out=planes.hi[own])
+    if not planes.layout.is_trained(local):
+        return
     for name in (kind for kind in planes.states if elements_per_value(kind) == 1):
         plane, key = planes.states[name], state_key(name, full)
         saved, scales_key = states[key].dtype(key), state_key(name + SCALES, full)

@@ -313,16 +313,20 @@ def refuse_if_no_room(directory: Path, needed_bytes: int) -> None:
 def write_unit(folder: FilesWriter, unit: Unit, planes: UnitPlanes, plan: UnitsPlan) -> UnitFiles:
     """Write one unit: its weights under checkpoint names, and unless `plan.weights_only` lo and the optimizer's states.
 
-    A weight that is saved as fp32 is its master and has no lo. For weights only, `planes` need no states.
+    A weight that is saved as fp32 is its master and has no lo; neither has a frozen one that is bf16. For weights only, `planes`
+    need no states.
     """
     weights: dict[str, torch.Tensor] = dict(plan.buffers.get(unit.name, {}))
     rest: dict[str, torch.Tensor] = {}
     for local, full in unit.full_names():
+        trained = planes.layout.is_trained(local)
         if full in plan.keep_fp32:
             weights[full] = planes.read_master(local)
+        elif planes.lo is not None and not trained:
+            weights[full] = planes.layout.view(planes.hi, local)
         else:
             weights[full], rest[state_key("lo", full)] = split(planes, local)
-        if not plan.weights_only:
+        if trained and not plan.weights_only:
             for name in planes.states:
                 rest[state_key(name, full)] = planes.state_of(name, local)
     crcs = folder.crcs_of(weights)

@@ -234,6 +234,18 @@ class GroupConfig(Section):
     lr_scale: NonNegativeFloat = key(1.0, "factor on the learning rate")
 
 
+class TrainConfig(Section):
+    """Which parameters are trained; by default all. The others are frozen: they keep their bits and take 2 bytes each (bf16)."""
+
+    freeze: tuple[Annotated[str, AfterValidator(_regex)], ...] = key(
+        (),
+        "list of regular expressions, searched in Hugging Face parameter names: these parameters are frozen (host engine)",
+    )
+    only: tuple[Annotated[str, AfterValidator(_regex)], ...] = key(
+        (), "list of regular expressions: only these parameters are trained, but for those in freeze (host engine)"
+    )
+
+
 class OptimConfig(Section):
     """AdamW with fp32 master weights."""
 
@@ -584,6 +596,7 @@ class RunConfig(Section):
     )
     data: DataConfig
     batch: BatchConfig
+    train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     memory: MemoryConfig = MemoryConfig()

@@ -45,6 +45,7 @@ class Staging:
         self._streams = streams
         self.flat = torch.zeros(numel, dtype=dtype, device=streams.device)
         self.state = BufferState.FREE
+        self._filled = numel  # elements since `begin`
         self._free, self._written = streams.event(), streams.event()
 
     @property
@@ -68,7 +69,7 @@ class Staging:
         """The first `numel` elements; kernels on compute must write all of them."""
         assert self.state is BufferState.FREE, self.state
         self._streams.compute_waits(self._free, "gradients")
-        self.state = BufferState.FILLING
+        self.state, self._filled = BufferState.FILLING, numel
         return self.flat[:numel]
 
     def send(self, destination: torch.Tensor, arrived: Event, poison: bool = False, what: str = "") -> None:
@@ -116,7 +117,7 @@ class ReducedStaging(Staging):
     ):
         super().__init__(streams, 0, flat.dtype)
         self._shards, self._note = shards, note
-        self.flat = flat
+        self.flat, self._filled = flat, flat.numel()
         self._reduced = torch.empty(flat.numel() // shards.shard.count, dtype=flat.dtype, device=streams.device)
         self._rounded = self._reduced if transport == flat.dtype else torch.empty_like(self._reduced, dtype=transport)
         self._adds = False
@@ -150,8 +151,9 @@ class ReducedStaging(Staging):
         self._adds = False
 
     def _move(self, destination: torch.Tensor) -> None:
-        reduced = self._reduced[: destination.numel()]
+        reduced = self._reduced[: self._filled // self._shards.shard.count]
         self._shards.reduce(reduced, self.flat)
+        reduced = reduced[: destination.numel()]  # what is trained
         rounded = self._rounded[: destination.numel()]
         if rounded.dtype != reduced.dtype:
             rounded.copy_(reduced)

@@ -6,7 +6,7 @@ All planes of a unit share the layout, so one large copy moves a unit and one ke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,20 +59,43 @@ class Entry:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Names to offsets. Elements between two entries are padding: always zero in every plane."""
+    """Names to offsets. Elements between two entries are padding: always zero in every plane.
+
+    Trained tensors come first and frozen ones behind them: only the weights have a plane of the whole range; lo, optimizer states
+    and gradients have one of the trained elements.
+    """
 
     entries: tuple[Entry, ...]
     numel: int
     """Elements of the range, padding included."""
+    frozen_numel: int = 0
+    """Elements at the end of the range that are not trained."""
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> FlatLayout:
-        """Lay out tensors in the order given, each aligned to `ALIGN_ELEMENTS`."""
-        entries, offset = [], 0
-        for name, shape in shapes:
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], frozen: Collection[str] = ()) -> FlatLayout:
+        """Lay out tensors in the order given, the frozen ones last, each aligned to `ALIGN_ELEMENTS`."""
+        entries, offset, trained = [], 0, 0
+        for name, shape in sorted(shapes, key=lambda named: named[0] in frozen):
             entries.append(Entry(name, tuple(shape), offset))
             offset = -(-entries[-1].end // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
-        return cls(tuple(entries), offset)
+            trained = trained if name in frozen else offset
+        return cls(tuple(entries), offset, offset - trained)
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements at the start of the range that are trained, padding included."""
+        return self.numel - self.frozen_numel
+
+    def is_trained(self, name: str) -> bool:
+        return self.by_name[name].offset < self.trained_numel
+
+    @cached_property
+    def trained(self) -> FlatLayout:
+        """The layout of the trained tensors alone."""
+        if not self.frozen_numel:
+            return self
+        count = self.trained_numel
+        return FlatLayout(tuple(entry for entry in self.entries if entry.offset < count), count)
 
     @cached_property
     def by_name(self) -> Mapping[str, Entry]:
@@ -124,12 +147,18 @@ class Shard:
         if self.count == 1:
             return layout
         step = self.count * SHARD_ELEMENTS
-        return replace(layout, numel=-(-layout.numel // step) * step)
+        numel = -(-layout.numel // step) * step
+        frozen = layout.frozen_numel + numel - layout.numel if layout.frozen_numel else 0
+        return replace(layout, numel=numel, frozen_numel=frozen)
 
     def numel(self, layout: FlatLayout) -> int:
         """Elements of the shard of a unit, padding included."""
         assert layout.numel % self.count == 0, (layout.numel, self.count)
         return layout.numel // self.count
+
+    def trained_numel(self, layout: FlatLayout) -> int:
+        """Elements of the shard of a unit that are trained, padding included."""
+        return min(max(layout.trained_numel - self.start(layout), 0), self.numel(layout))
 
     def start(self, layout: FlatLayout) -> int:
         """First element of the shard in the unit's flat range."""

@@ -58,7 +58,10 @@ def _blocks(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> Iterato
 
 @dataclass
 class UnitPlanes:
-    """The planes of one unit, or of this rank's shard of it: flat tensors (n,); planes of scales have a value per block.
+    """The planes of one unit, or of this rank's shard of it: flat tensors; hi is (n,), the others are its first (t,) elements.
+
+    t is n unless the unit has frozen tensors, which lie behind the trained ones: of these hi is all there is. Planes of scales
+    have a value per block.
 
     Attributes:
         hi, lo: The master, see [Note: exact split]; hi is the compute weight. If lo is None, hi is the fp32 master itself.
@@ -93,8 +96,13 @@ class UnitPlanes:
 
     @property
     def numel(self) -> int:
-        """Elements of each plane."""
+        """Elements of hi."""
         return self.hi.numel()
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements of each other plane."""
+        return min(max(self.layout.trained_numel - self.start, 0), self.numel)
 
     def part(self, name: str) -> tuple[slice, slice]:
         """The part of one tensor that lies in the planes: in the flattened tensor, and in the planes. May be empty."""
@@ -113,6 +121,8 @@ class UnitPlanes:
     def read_master(self, name: str) -> torch.Tensor:
         """The exact fp32 master of one tensor, as a new CPU tensor. The planes must hold the whole unit."""
         hi = self.layout.view(self.hi, name)
+        if self.lo is not None and not self.layout.is_trained(name):
+            return hi.float().cpu()
         master = hi.clone() if self.lo is None else join(hi, self.layout.view(self.lo, name))
         return master.cpu()
 
@@ -123,7 +133,7 @@ class UnitPlanes:
         wanted, own = self.part(name)
         hi = self.hi[own]
         value = value.detach().contiguous().view(-1)[wanted]
-        if self.lo is None:
+        if self.lo is None or not self.layout.is_trained(name):
             hi.copy_(value.to(hi.dtype))
             return
         lo, master = self.lo[own], value.to(torch.float32)
@@ -282,7 +292,8 @@ class HostStore:
 
     def _numel(self, kind: str, layout: FlatLayout) -> int:
         """Values of a unit's plane of this kind."""
-        return -(-self.shard.numel(layout) // elements_per_value(kind))
+        numel = self.shard.numel(layout) if kind == "hi" else self.shard.trained_numel(layout)
+        return -(-numel // elements_per_value(kind))
 
     def _offsets(self, kind: str) -> list[int]:
         """Page-aligned start of each unit in a kind's arena, in bytes; then the end of the last one."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -82,6 +82,18 @@ class Structure:
     def param_count(self) -> int:
         return sum(unit.layout.param_count for unit in self.units)
 
+    @property
+    def trained_count(self) -> int:
+        """Parameters that are trained."""
+        return sum(unit.layout.trained.param_count for unit in self.units)
+
+    @property
+    def first_trained_layer(self) -> int:
+        """The first layer that has a backward: no parameter of the units before it is trained. L if the head alone is trained."""
+        if self.embedding.layout.trained_numel:
+            return 0
+        return next((i for i, unit in enumerate(self.layers) if unit.layout.trained_numel), len(self.layers))
+
     def padded(self, shard: Shard) -> Structure:
         """The structure with layouts that can be cut into shards; the same for one shard."""
         if shard.count == 1:
@@ -125,12 +137,17 @@ def dissect(model: nn.Module) -> Structure:
             f"layers share parameters ({', '.join(shared[:3])}), which streaming does not support",
             remedy="this family is not supported by the host engine",
         )
+    every = model.named_parameters(remove_duplicate=False)
+    frozen = frozenset(name for name, parameter in every if not parameter.requires_grad)
+
+    def unit(name: str, prefix: str, shapes: list[tuple[str, tuple[int, ...]]], layer: int | None = None) -> Unit:
+        return Unit(name, prefix, _layout(shapes, [n for n, _ in shapes if prefix + n in frozen]), layer)
+
     units = (
-        Unit("embedding", "", _layout(edges["embedding"])),
-        *(Unit(f"layer.{i}", f"{layers_name}.{i}.", _layout(shapes), i) for i, shapes in enumerate(layers)),
-        Unit("head", "", _layout(edges["head"])),
+        unit("embedding", "", edges["embedding"]),
+        *(unit(f"layer.{i}", f"{layers_name}.{i}.", shapes, i) for i, shapes in enumerate(layers)),
+        unit("head", "", edges["head"]),
     )
-    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     return Structure(model, base_name, layers_name, units, tied, frozen, undecayed_parameters(model))
 
 
@@ -150,9 +167,12 @@ def undecayed_parameters(model: nn.Module) -> frozenset[str]:
 _NORM_CLASS = re.compile(r"Norm(?!al)")
 
 
-def _layout(shapes: list[tuple[str, tuple[int, ...]]]) -> FlatLayout:
-    """Lay out matrices first, then norms and biases: one contiguous range with weight decay and one without, one kernel each."""
-    return FlatLayout.of(sorted(shapes, key=lambda named: len(named[1]) < 2))
+def _layout(shapes: list[tuple[str, tuple[int, ...]]], frozen: Collection[str]) -> FlatLayout:
+    """Lay out matrices first, then norms and biases: one contiguous range with weight decay and one without, one kernel each.
+
+    Frozen tensors come behind both.
+    """
+    return FlatLayout.of(sorted(shapes, key=lambda named: len(named[1]) < 2), frozen)
 
 
 def _base_name(model: nn.Module) -> str:

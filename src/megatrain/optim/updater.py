@@ -372,8 +372,8 @@ def cut_pieces(numel: int, threads: int) -> list[tuple[int, int]]:
 def _check_planes(unit: str, optim: OptimizerSpec, planes: UnitPlanes, grad: Tensor) -> None:
     lo = [] if planes.lo is None else [planes.lo]
     full = [plane for kind, plane in planes.states.items() if elements_per_value(kind) == 1]
-    sizes = {plane.numel() for plane in (planes.hi, *lo, *full, grad)}
-    assert len(sizes) == 1, f"{unit}: planes and gradient differ in length: {sizes}"
+    sizes = {plane.numel() for plane in (*lo, *full, grad)}
+    assert sizes == {planes.trained_numel}, f"{unit}: planes and gradient differ in length: {sizes}"
     masters = ([torch.bfloat16, torch.int16],) if lo else ([torch.float32], [torch.float64])
     assert [plane.dtype for plane in (planes.hi, *lo)] in masters, (unit, planes.hi.dtype)
     states = {name: plane.dtype for name, plane in planes.states.items()}

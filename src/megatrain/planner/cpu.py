@@ -20,6 +20,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.engine.plan import MICROBATCH_TOKENS, head_chunk_tokens_of
 from megatrain.errors import PlanRefused
 from megatrain.host_memory.available import available_host_bytes
+from megatrain.models.trainable import Trainable
 from megatrain.planner.memory import cpu_lines
 from megatrain.planner.model_cost import ModelShape, shape_of
 from megatrain.planner.plan import Choice, Lines, StepSize
@@ -53,7 +54,8 @@ def check_cpu_memory(run: RunConfig, config: PreTrainedConfig) -> Lines:
         PlanRefused: It needs more than is available, or more than `memory.host_gib` allows.
     """
     given = {"attn_implementation": run.model.attn_implementation, "trust_remote_code": run.model.trust_remote_code}
-    ledger = Ledger(shape_of(config, **given), available_host_bytes())
+    trained = Trainable(run.train.freeze, run.train.only)
+    ledger = Ledger(shape_of(config, **given, trainable=trained), available_host_bytes())
     if not ledger.fits(run):
         raise PlanRefused("\n".join(ledger.refusal(run)))
     return ledger.lines(run)

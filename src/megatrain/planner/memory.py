@@ -142,17 +142,24 @@ def _fixed_lines(shape: ModelShape, step: StepSize, options: Options, choice: Ch
     slots = options.slots(choice, len(passing))
     edges = shape.embedding * options.passes(choice.resident_embedding)
     edges += shape.head * options.passes(choice.resident_head)
-    resident = choice.resident_elements(shape) / options.shards
-    width = options.optim.bytes_per_parameter
+    frozen = choice.resident_elements(shape) - choice.trained_elements(shape, resident=True)
+    resident = choice.trained_elements(shape, resident=True) / options.shards
+    width, sent = (
+        options.optim.bytes_per_parameter,
+        shape.trained_layers[0 if options.passes(True) else choice.resident_layers :],
+    )
+    if options.shards > 1:  # ranks sum whole units
+        sent = tuple(whole for whole, trained in zip(passing, sent, strict=True) if trained)
     lines: dict[str, float] = {
         f"resident units: weights and optimizer states ({width:g} bytes a parameter)": width * resident,
+        "resident units: frozen weights": options.stream_bytes * frozen / options.shards,
         f"{slots} weight slots": slots * widest * options.slot_bytes,
         "weights of embedding and head": edges * options.slot_bytes,
-        "gradient staging": 2 * widest * options.staging_bytes,
+        "gradient staging": 2 * max(sent, default=0) * options.staging_bytes,
         WORKSPACES: KERNEL_BYTES + 24 * step.all_tokens,
     }
     if cut.microbatches > 1 and options.transport_bytes < 4 and options.ranks == 1:
-        lines["gradient sum over microbatches (fp32)"] = 4 * max(shape.layers)
+        lines["gradient sum over microbatches (fp32)"] = 4 * max(shape.trained_layers)
     if choice.accumulation_steps > 1:
         lines["gradients of resident units (fp32)"] = 4 * resident
     return lines
@@ -209,7 +216,8 @@ def _moments(
     yield {name: float(sizes[worst]) for name, sizes in during.items()}, f"backward of layer {worst}"
     end = {
         "gradients of hidden states": hidden,
-        "gradient of the embedding": shape.embedding * (options.compute_bytes + options.staging_bytes),
+        "gradient of the embedding": shape.trained_elements["embedding"]
+        * (options.compute_bytes + options.staging_bytes),
         "gradient of the head": head_waits,
         "gradients of resident layers": float(resident.sum()),
     }
@@ -248,7 +256,8 @@ def cpu_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choic
 def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Choice) -> dict[str, int]:
     """Of one rank."""
     cut = Cut.of(step, choice)
-    elements = (shape.parameters - choice.resident_elements(shape)) / options.shards
+    elements = choice.trained_elements(shape, resident=False) / options.shards
+    frozen = (shape.parameters - choice.resident_elements(shape)) / options.shards - elements
     if options.compute == "bf16":
         lines = {
             "hi: bf16 weights (2 bytes a parameter)": 2 * elements,
@@ -262,18 +271,19 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
             lines[f"{state.name}: scales of its blocks"] = 4 * elements / BLOCK_ELEMENTS
     width = options.gradient_bytes(choice.accumulation_steps)
     lines[f"gradients of a step ({width})"] = width * elements
-    streamed = shape.layers[choice.resident_layers :]
-    widest = max(streamed, default=0)
+    lines[f"frozen weights ({options.stream_bytes} bytes a parameter)"] = options.stream_bytes * frozen
+    streamed = shape.trained_layers[choice.resident_layers :]
     edges = [
-        shape.embedding * (not choice.resident_embedding),
-        shape.head * (not choice.resident_head),
+        shape.trained_elements["embedding"] * (not choice.resident_embedding),
+        shape.trained_elements["head"] * (not choice.resident_head),
     ]
     if not options.gradient_plane or choice.accumulation_steps > 1 or options.staged:
         slabs = max(1, min(options.gradient_slabs, len(streamed)))
-        in_slabs = (slabs * widest + sum(edges)) / options.shards
+        in_slabs = (slabs * max(streamed, default=0) + sum(edges)) / options.shards
         lines[f"{slabs} gradient slabs, and of embedding and head"] = in_slabs * options.transport_bytes
     if options.staged:
-        lines["staging buffers"] = 2 * max(widest, *edges) / options.shards * options.stream_bytes
+        moved = [size for unit, size in shape.unit_elements.items() if not choice.is_resident(unit)]
+        lines["staging buffers"] = 2 * max(moved, default=0) / options.shards * options.stream_bytes
     hidden = cut.tokens * shape.hidden * options.compute_bytes
     lines[f"offloaded inputs of {choice.offloaded} layers"] = choice.offloaded * hidden
     return {name: int(size) for name, size in lines.items() if size}
@@ -284,5 +294,5 @@ def disk_lines(shape: ModelShape, optim: OptimizerSpec) -> Lines:
     states, rest = ", ".join(["lo", *(state.name for state in optim.states)]), optim.bytes_per_parameter - 2
     return {
         "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
-        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(rest * shape.parameters),
+        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(rest * sum(shape.trained_elements.values())),
     }

@@ -35,6 +35,7 @@ from megatrain.models.build import build_meta_model
 from megatrain.models.chunked_mlp import ModuleKey, modules_in_chunks
 from megatrain.models.structure import LayerStandIn, Structure, Unit, dissect, with_submodule
 from megatrain.models.templates import template_groups
+from megatrain.models.trainable import Trainable
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class ModelShape:
     hidden: int  # width of the hidden states
     vocabulary: int  # rows of embedding and head
     tied: bool  # embedding and head share one tensor
+    frozen: tuple[int, ...] = ()  # elements of each unit that are not trained; empty: none
     norm_in_chunks: bool = False  # whether the final norm may be computed in chunks of tokens
 
     @property
@@ -119,6 +121,25 @@ class ModelShape:
         layers = {f"layer.{i}": elements for i, elements in enumerate(self.layers)}
         return {"embedding": self.embedding, **layers, "head": self.head}
 
+    @cached_property
+    def trained_elements(self) -> dict[str, int]:
+        """Trained elements of each unit by name, in forward order."""
+        whole = self.unit_elements
+        frozen = self.frozen or (0,) * len(whole)
+        return {name: whole[name] - less for name, less in zip(whole, frozen, strict=True)}
+
+    @cached_property
+    def trained_layers(self) -> tuple[int, ...]:
+        """Trained elements of each layer."""
+        return tuple(self.trained_elements[f"layer.{i}"] for i in range(self.depth))
+
+    @cached_property
+    def first_trained_layer(self) -> int:
+        """The first layer that has a backward; L if the head alone is trained."""
+        if self.trained_elements["embedding"]:
+            return 0
+        return next((i for i, count in enumerate(self.trained_layers) if count), self.depth)
+
     @property
     def head_matrix(self) -> int:
         """Elements of the matrix that computes logits."""
@@ -139,8 +160,9 @@ def shape_of(
     name: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    trainable: Trainable | None = None,
 ) -> ModelShape:
-    """The shape of a model from its config alone.
+    """The shape of a model from its config alone, and of what is trained of it.
 
     Raises:
         UserError: The model cannot be built, or has no layer stack that could be streamed.
@@ -152,6 +174,8 @@ def shape_of(
         trust_remote_code=trust_remote_code,
     )
     places = token_wise(config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+    if trainable is not None:
+        trainable.apply(model)
     return shape_of_structure(dissect(model), name or str(config.model_type), places)
 
 
@@ -181,6 +205,7 @@ def shape_of_structure(structure: Structure, name: str, places: Mapping[ModuleKe
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         tied=any(not alias.startswith(structure.base_name + ".") for alias in structure.tied),
+        frozen=tuple(unit.layout.frozen_numel for unit in structure.units),
         norm_in_chunks=bool(modules_in_chunks(structure.model.get_submodule(structure.base_name), places, ())),
     )
 

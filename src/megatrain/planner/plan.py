@@ -204,6 +204,10 @@ class Choice:
         edges = shape.embedding * self.resident_embedding + shape.head * self.resident_head
         return sum(shape.layers[: self.resident_layers]) + edges
 
+    def trained_elements(self, shape: ModelShape, resident: bool) -> int:
+        """Trained elements of the units that are resident, or of those that are not."""
+        return sum(n for unit, n in shape.trained_elements.items() if self.is_resident(unit) == resident)
+
     def is_resident(self, unit: str) -> bool:
         if unit == "embedding":
             return self.resident_embedding

@@ -12,6 +12,7 @@ from megatrain.engine.plan import ExecutionPlan
 from megatrain.errors import PlanRefused, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.machine.machine import Machine, load_machine
+from megatrain.models.trainable import Trainable
 from megatrain.optim.configured import optimizer
 from megatrain.planner.keep import differences, keep
 from megatrain.planner.memory import device_peak, disk_lines, host_lines
@@ -354,4 +355,5 @@ def free_device_bytes(machine: Machine) -> int:
 
 def _shape_of_run(run: RunConfig, config: PreTrainedConfig, name: str | None = None) -> ModelShape:
     code = run.model.trust_remote_code
-    return shape_of(config, name=name, attn_implementation=run.model.attn_implementation, trust_remote_code=code)
+    attention, trained = run.model.attn_implementation, Trainable(run.train.freeze, run.train.only)
+    return shape_of(config, name=name, attn_implementation=attention, trust_remote_code=code, trainable=trained)

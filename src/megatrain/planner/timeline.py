@@ -231,6 +231,10 @@ class _Pipeline:
         """Whether the layer passes through a slot."""
         return self.options.passes(not self.streamed(layer))
 
+    def gradient_bytes(self, layer: int, width: int) -> float:
+        """Bytes of this rank's part of a layer's gradient on the link."""
+        return self.shape.trained_layers[layer] * width / self.options.shards * self.streamed(layer)
+
     def shard_bytes(self, layer: int, width: int) -> float:
         """Bytes of this rank's part of a layer on the link."""
         return self.shape.layers[layer] * width / self.options.shards * self.streamed(layer)
@@ -257,7 +261,7 @@ class _Pipeline:
 
     def backward(self) -> None:
         shape, options, choice = self.shape, self.options, self.choice
-        order = list(reversed(range(shape.depth)))
+        order = list(reversed(range(shape.first_trained_layer, shape.depth)))
         if options.segment > 1:  # the inner inputs of each segment are computed once more
             self.compute(sum(self.layers[i].forward for i in order if i % options.segment != options.segment - 1))
         staging = [0.0, 0.0]
@@ -277,13 +281,13 @@ class _Pipeline:
             self.compute(self.layers[layer].backward + delay, max(ready, wait))
             slot_free[slot] = self.now
             if self.passes(layer):
-                shard = self.shard_bytes(layer, options.transport_bytes)
+                shard = self.gradient_bytes(layer, options.transport_bytes)
                 arrived = self.d2h.copy(shard, self.now, self.both, self.reduce_s[layer])
                 staging[number % 2] = arrived
             if self.streamed(layer) and (choice.accumulation_steps > 1 or not options.gradient_plane):
                 speed = ADD_SPEEDUP if options.gradient_plane else 1.0
                 rate = self.machine.adamw_rate(host_threads(options)) * options.shards / options.local_ranks
-                adds = max(adds, arrived) + shape.layers[layer] / (speed * rate)
+                adds = max(adds, arrived) + shape.trained_layers[layer] / (speed * rate)
         self.adds_end = max(self.adds_end, adds)
         self.slot_free = [self.now] * len(self.slot_free)
 
@@ -307,9 +311,12 @@ def simulate(
     line = _Pipeline(shape, machine, step, options, choice)
     rate, ranks = host_share * _host_rate(machine, options), options.shards
     host = {name: size for name, size in shape.unit_elements.items() if not choice.is_resident(name)}
-    adamw_s = sum(host.values()) / rate
-    resident_s = choice.resident_elements(shape) / ranks / (machine.device_adamw_gparams * 1e9 * _smaller(options))
-    updated = _updates_end(host, rate, line) if options.gradient_plane else {}
+    trained = {name: size for name, size in shape.trained_elements.items() if not choice.is_resident(name)}
+    adamw_s = sum(trained.values()) / rate
+    resident_s = (
+        choice.trained_elements(shape, resident=True) / ranks / (machine.device_adamw_gparams * 1e9 * _smaller(options))
+    )
+    updated = _updates_end(trained, rate, line) if options.gradient_plane else {}
 
     embedding_copy = line.begin(updated, resident_s, host.get("embedding", 0))
     line.forward(updated)
@@ -337,11 +344,11 @@ def simulate(
         line.compute(line.head_s, ready)
         phases["head"] += line.now - mark
         if "head" in host:
-            line.d2h.copy(shape.head * options.transport_bytes / ranks, line.now, line.both)
+            line.d2h.copy(trained["head"] * options.transport_bytes / ranks, line.now, line.both)
         mark = line.now
         line.backward()
         phases["backward"] += line.now - mark
-    d2h_s = line.d2h.busy + host.get("embedding", 0) * options.transport_bytes / ranks / line.one_way
+    d2h_s = line.d2h.busy + trained.get("embedding", 0) * options.transport_bytes / ranks / line.one_way
     end = line.now
     if choice.accumulation_steps > 1 or not options.gradient_plane:
         end = max(end, line.adds_end)

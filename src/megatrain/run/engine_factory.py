@@ -20,6 +20,7 @@ from megatrain.config.schema import (
     PrecisionConfig,
     RunConfig,
     RunSection,
+    TrainConfig,
 )
 from megatrain.data.rows import PackedRows, StepLoader
 from megatrain.engine.base import Engine, refuse_dropout
@@ -33,6 +34,7 @@ from megatrain.machine.gpus import stay_near_gpu
 from megatrain.machine.probe import known_machine, probe
 from megatrain.models.build import build_meta_model, find_model_folder, load_model_config
 from megatrain.models.structure import dissect
+from megatrain.models.trainable import Trainable
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.configured import optimizer
 from megatrain.planner.cluster.memory import memory_problem
@@ -147,6 +149,7 @@ def _make_host_engine(
         shapes.on(_host_plan(run, model_folder, for_training, made, restarts), run),
         optim=optimizer(run) if for_training else AdamW(max_grad_norm=None),
         verify="never",  # `prepare` has verified the family
+        trainable=trainable(run),
         debug=Debug(instruments=for_training and run.metrics.instruments),
         group=group,
         timeout=launch.collective_timeout(),
@@ -244,6 +247,11 @@ def _common(run: RunConfig, weights: bool) -> dict[str, Any]:
     }
 
 
+def trainable(run: RunConfig) -> Trainable:
+    """The parameters that a run trains."""
+    return Trainable(run.train.freeze, run.train.only)
+
+
 # ---------------------------------------------------------------- engine: mesh
 
 
@@ -305,6 +313,7 @@ def _keys_of_the_host_engine(run: RunConfig) -> list[str]:
             ActivationsConfig(),
             ["segment", "offload_input", "attention", "mlp", "mlp_chunk_tokens"],
         ),
+        "train": (run.train, TrainConfig(), ["freeze", "only"]),
         "optim": (run.optim, OptimConfig(), ["moments"]),
         "precision": (run.precision, PrecisionConfig(), ["grad_transport"]),
         "run": (run.run, RunSection(dir=run.run.dir), ["threads", "replicate_hosts"]),

@@ -38,7 +38,7 @@ from megatrain.planner.model_cost import active_parameters
 from megatrain.planner.plan import Plan
 from megatrain.planner.report import plan_text
 from megatrain.planner.run import plan_run
-from megatrain.run.engine_factory import advice_on_layout, check_mesh
+from megatrain.run.engine_factory import advice_on_layout, check_mesh, trainable
 from megatrain.run.folder import RunFolder
 from megatrain.run.preflight import ModelFiles, preflight, preflight_data, preflight_model, steps_of
 from megatrain.run.resume import Past, Start, past_of
@@ -216,6 +216,7 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
     dtype = compute_dtype_of(run.precision.compute_dtype, device)
     given = {"attn_implementation": run.model.attn_implementation, "trust_remote_code": run.model.trust_remote_code}
     model = build_meta_model(files.config, compute_dtype=dtype, **given)
+    trainable(run).apply(model)
     structure, auxiliary = dissect(model), router_loss(model, run.model.router_aux_loss)
     if run.model.init == "pretrained" and read_weights:
         check_weights(files.folder, structure)
@@ -243,6 +244,9 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
         log(
             f"auxiliary loss of the routers: on, coefficient {auxiliary.coefficient:g} (aux_loss in the records, not in loss)"
         )
+    if structure.trained_count < structure.param_count:
+        trained, every = structure.trained_count, structure.param_count
+        log(f"training {abbreviated(trained)} of {abbreviated(every)} parameters ({100 * trained / every:.3g}%)")
     return sum(unit.layout.numel for unit in structure.units)
 
 

@@ -169,6 +169,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
     """Settings that change every step, as JSON values, by their names in the config."""
     optim = run.optim.model_dump(mode="json", exclude={"learning_rate"})
     return {
+        **{f"train.{name}": value for name, value in run.train.model_dump(mode="json").items()},
         **{f"optim.{name}": value for name, value in optim.items()},
         "precision.compute_dtype": run.precision.compute_dtype,
         "model.router_aux_loss": run.model.router_aux_loss,
@@ -253,7 +254,7 @@ def changed_data(then: Mapping[str, Any], data: Mapping[str, Any]) -> list[Chang
 def changed_settings(then: Mapping[str, Any], run: RunConfig) -> list[Change]:
     """Settings of optimizer, loss and number formats that differ from the checkpoint's."""
     old = then.get("settings", {})
-    names: dict[str, ChangeName] = {"optim": "optim", "precision": "precision", "model": "optim"}
+    names: dict[str, ChangeName] = {"optim": "optim", "precision": "precision", "model": "optim", "train": "optim"}
     return [
         Change(names[key.partition(".")[0]], f"{key} was {_yaml(old[key])} and is {_yaml(value)}")
         for key, value in settings_of(run).items()

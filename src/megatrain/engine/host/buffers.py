@@ -176,11 +176,11 @@ class DeviceBuffers:
     def _make_slabs(self, plan: ExecutionPlan) -> None:
         """The pool for the streamed layers' gradients, and one slab for each streamed edge."""
         layers = self._streamed(self.structure.layers)
-        widest = max((self.store.units[unit.name].numel for unit in layers), default=0)
+        widest = max((self.store.units[unit.name].trained_numel for unit in layers), default=0)
         self.slabs = SlabPool(self.streams, max(1, min(plan.gradient_slabs, len(layers))), widest, plan.transport)
         edges = self._streamed((self.structure.embedding, self.structure.head))
         self._edge_slabs = {
-            unit.name: Slab(self.streams, self.store.units[unit.name].numel, plan.transport) for unit in edges
+            unit.name: Slab(self.streams, self.store.units[unit.name].trained_numel, plan.transport) for unit in edges
         }
 
     def _streamed(self, units: tuple[Unit, ...]) -> list[Unit]:

@@ -70,6 +70,7 @@ from megatrain.models import routers
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
 from megatrain.models.shell import Shell
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
+from megatrain.models.trainable import Trainable
 from megatrain.models.weights import copy_from_memory, initialize
 from megatrain.optim.spec import MASTER_BYTES, OptimizerSpec
 from megatrain.optim.updater import CpuUpdater
@@ -96,6 +97,7 @@ class HostEngine(Engine):
         trust_remote_code: Whether code in the model folder may run.
         router_loss: The auxiliary loss of a mixture of experts: None follows the model's config (`output_router_logits`), False
             is off, True is on with the model's coefficient, a number is on with this coefficient.
+        trainable: The parameters to train; by default those with `requires_grad`, which are all of a model from a folder.
         debug: Settings for tests and measurements.
         group: torch.distributed's default group (`dist.group.WORLD`), if its ranks train one model together, one device each.
             Every rank then makes the engine and calls its methods alike, with the same arguments: the batch of a step is the
@@ -125,6 +127,7 @@ class HostEngine(Engine):
         verify: Literal["auto", "always", "never"] = "auto",
         trust_remote_code: bool = False,
         router_loss: bool | float | None = None,
+        trainable: Trainable | None = None,
         debug: Debug | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: datetime.timedelta | None = None,
@@ -155,6 +158,8 @@ class HostEngine(Engine):
         )
         self.source_folder = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.config, self.buffers = meta.config, dict(meta.named_buffers())
+        if trainable is not None:
+            trainable.apply(meta)
         self.structure = dissect(meta).padded(self._shards.shard)
         self.router_loss = routers.router_loss(meta, router_loss)
         if self._shards.many:
@@ -264,12 +269,15 @@ class HostEngine(Engine):
         structure, optim = self.structure, self.optim
         is_split, grad_dtype, resident = plan.compute == torch.bfloat16, plan.gradient_dtype, frozenset(plan.resident)
         shard = self._shards.shard
-        parameters = sum(shard.numel(unit.layout) for unit in structure.units if unit.name not in resident)
+        on_host = [unit.layout for unit in structure.units if unit.name not in resident]
+        trained = sum(shard.trained_numel(layout) for layout in on_host)
+        frozen = sum(shard.numel(layout) for layout in on_host) - trained
         states_line = f"{optim.name} states ({' + '.join(state.name for state in optim.states)})"
         planes = {
-            "master (hi + lo)" if is_split else "master": MASTER_BYTES * parameters,
-            states_line: math.ceil((optim.bytes_per_parameter - MASTER_BYTES) * parameters),
-            "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * parameters,
+            "master (hi + lo)" if is_split else "master": MASTER_BYTES * trained,
+            states_line: math.ceil((optim.bytes_per_parameter - MASTER_BYTES) * trained),
+            "gradient plane": (grad_dtype.itemsize if grad_dtype else 0) * trained,
+            "frozen weights": (2 if is_split else MASTER_BYTES) * frozen,
         }
         needed = self._shards.here * sum(planes.values())  # the ranks of this host allocate at the same time
         available = available_host_bytes() if plan.host_gib is None else int(plan.host_gib * GIB)
@@ -607,13 +615,15 @@ class HostEngine(Engine):
         self._device_side.gradients.settle()
         for unit in self.structure.units:
             grad = self.store.units[unit.name].grad
+            if grad is None and unit.layout.trained_numel == 0:
+                grad = torch.empty(0)
             if grad is None:
                 raise UserError(
                     f"the gradient of {unit.name} is gone: AdamW has used it",
                     "named_gradients",
                     "call backward() instead of train_step() to look at gradients of units on the device",
                 )
-            grad = self._shards.whole(grad)
+            grad = self._whole_plane(grad, self.store.units[unit.name])
             for local, name in unit.full_names():
                 yield name, unit.layout.view(grad, local).float() / self._gradient_scale
 
@@ -748,8 +758,13 @@ class HostEngine(Engine):
         """A unit's masters; on several ranks gathered on the CPU, which is collective."""
         if not self._shards.many:
             return planes
-        lo = {} if planes.lo is None else {"lo": self._shards.whole(planes.lo)}
+        lo = {} if planes.lo is None else {"lo": self._whole_plane(planes.lo, planes)}
         return UnitPlanes.of(planes.name, planes.layout, {"hi": self._shards.whole(planes.hi), **lo})
+
+    def _whole_plane(self, plane: torch.Tensor, planes: UnitPlanes) -> torch.Tensor:
+        """The plane of a whole unit, with zeros for its frozen elements."""
+        missing = planes.numel - plane.numel()
+        return self._shards.whole(torch.nn.functional.pad(plane, (0, missing)) if missing else plane)
 
     @contextmanager
     def _kernels(self, batch: Batch) -> Iterator[None]:

@@ -63,14 +63,14 @@ class UnitSum:
     def __init__(self, unit: Unit, flat: torch.Tensor, fresh: bool, views: dict[str, torch.Tensor] | None = None):
         self.unit = unit
         self.flat = flat
-        self._views = unit.layout.views(flat) if views is None else views
+        self._views = unit.layout.trained.views(flat) if views is None else views
         self._fresh = fresh
 
     def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Add one microbatch's gradients by layout name. A parameter without a gradient contributes zeros at its own place."""
         if self._fresh:
             self._fresh = False
-            for start, end in self.unit.layout.gaps:
+            for start, end in self.unit.layout.trained.gaps:
                 self.flat[start:end].zero_()
             found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
             if found:  # a frozen layer has none
@@ -106,10 +106,12 @@ class EdgeSum:
         else:
             self._sums[name] = held.float().add_(gradient)
 
-    def take(self, unit: Unit, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Remove and return the unit's flat gradient (layout.numel,) in transport dtype."""
-        flat = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
-        for name, view in unit.layout.views(flat).items():
+    def take(self, unit: Unit, dtype: torch.dtype, device: torch.device, numel: int | None = None) -> torch.Tensor:
+        """Remove and return the unit's flat gradient in transport dtype: of its trained elements, and zeros behind them up to
+        `numel`."""
+        trained = unit.layout.trained
+        flat = torch.zeros(numel or trained.numel, dtype=dtype, device=device)
+        for name, view in trained.views(flat[: trained.numel]).items():
             gradient = self._sums.pop(unit.prefix + name, None)
             if gradient is not None:
                 view.copy_(gradient)
@@ -160,8 +162,8 @@ class GradientFlow:
         self._jobs = jobs
         self._poison = poison
         layers = [unit for unit in units if unit.layer is not None]
-        layer_numel = max((unit.layout.numel for unit in layers), default=0)
-        sent = [unit.layout.numel for unit in layers if not stays(store.units[unit.name], shards)]
+        layer_numel = max((unit.layout.trained_numel for unit in layers), default=0)
+        sent = [self._sent_numel(unit) for unit in layers if not stays(store.units[unit.name], shards)]
         self._staging = [self._make_staging(max(sent, default=0)) for _ in range(2)]
         self._turn = 0
         self._chunk_sum: torch.Tensor | None = (
@@ -175,6 +177,11 @@ class GradientFlow:
         self._sent_this_step: set[str] = set()
         self._last_arrived: Event | None = None  # of the step's sends so far
         self.sent_bytes = 0
+
+    def _sent_numel(self, unit: Unit) -> int:
+        """Elements of a unit's gradient that leave its backward: ranks sum whole shards, of which they keep what is trained."""
+        layout = unit.layout
+        return layout.numel if self._shards.many and layout.trained_numel else layout.trained_numel
 
     def _make_staging(self, numel: int) -> Staging:
         if not self._shards.many:
@@ -202,8 +209,11 @@ class GradientFlow:
                 planes.grad = None
 
     def begin_layer(self, unit: Unit, chunks: int) -> UnitSum:
-        """Device memory for the sum of the layer's gradient over the `chunks` microbatches of this accumulation step."""
-        numel = unit.layout.numel
+        """Device memory for the sum of the layer's gradient over the `chunks` microbatches of this accumulation step.
+
+        The layer has trained parameters.
+        """
+        numel = unit.layout.trained_numel
         planes = self._store.units[unit.name]
         if stays(planes, self._shards):
             first = planes.grad is None
@@ -211,7 +221,7 @@ class GradientFlow:
             if (chunks == 1 and first) or plane.dtype == torch.float32:
                 return UnitSum(unit, plane, fresh=first)
         else:
-            staging = self._staging[self._turn].begin(numel)
+            staging = self._staging[self._turn].begin(self._sent_numel(unit))[:numel]
             if chunks == 1 or staging.dtype == self._sum_dtype:
                 return UnitSum(unit, staging, True, self._staging_views(unit, staging))
         if self._chunk_sum is None:
@@ -227,7 +237,7 @@ class GradientFlow:
             self._keep(total.unit, plane, False)
             return
         staging, self._turn = self._staging[self._turn], 1 - self._turn
-        flat = staging.flat[: total.unit.layout.numel]
+        flat = staging.flat[: total.unit.layout.trained_numel]
         if total.flat.data_ptr() != flat.data_ptr():
             flat.copy_(total.flat)
         if not self._shards.many:
@@ -236,10 +246,10 @@ class GradientFlow:
 
     def send_edge(self, unit: Unit) -> None:
         """Like `send_layer`, for embedding or head. The device memory lives until the copy ends."""
-        if unit.layout.numel == 0:
+        if unit.layout.trained_numel == 0:
             return
         if self._shards.many:
-            flat = self.edges.take(unit, self._sum_dtype, self._streams.device)
+            flat = self.edges.take(unit, self._sum_dtype, self._streams.device, self._sent_numel(unit))
             self._send(unit, ReducedStaging.once(self._streams, self._shards, flat, self._transport, self._note_square))
             return
         flat = self.edges.take(unit, self._transport, self._streams.device)
@@ -277,7 +287,7 @@ class GradientFlow:
         """The unit's views of a staging buffer, made once: making many small views takes longer than copying a small layer."""
         key = (staging.data_ptr(), unit.name)
         if key not in self._views:
-            self._views[key] = unit.layout.views(staging)
+            self._views[key] = unit.layout.trained.views(staging)
         return self._views[key]
 
     def _resident_plane(self, unit: Unit) -> torch.Tensor:
@@ -285,7 +295,7 @@ class GradientFlow:
         planes = self._store.units[unit.name]
         if planes.grad is None:
             dtype = self._store.dtypes["grad"]
-            planes.grad = torch.empty(planes.numel, dtype=dtype, device=self._streams.device)
+            planes.grad = torch.empty(planes.trained_numel, dtype=dtype, device=self._streams.device)
         return planes.grad
 
     def _keep(self, unit: Unit, plane: torch.Tensor, adopt: bool) -> None:
@@ -323,7 +333,7 @@ class GradientFlow:
 
     def _through_slab(self, unit: Unit, slab: Slab, staging: Staging) -> Event:
         """Queue the copy to a slab and the job that reads it. Returns the event behind the copy."""
-        destination = slab.fill(self._store.units[unit.name].numel)
+        destination = slab.fill(self._store.units[unit.name].trained_numel)
         arrived = slab.arrived
         staging.send(destination, arrived, self._poison, unit.name)
         self.sent_bytes += destination.nbytes

@@ -83,6 +83,7 @@ class LayerRunner:
         self._shell, self._streams, self._aborter = shell, streams, aborter
         self._weights, self._gradients, self._inputs = weights, gradients, inputs
         self._units = shell.structure.layers
+        self.first_trained = shell.structure.first_trained_layer
         self._leaf_cache: dict[tuple[str, int, bool], Leaves] = {}
         self.rows = RowChunks()
         self.policies: Mapping[int, Variant] = {}
@@ -115,22 +116,25 @@ class LayerRunner:
     def _forward(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._aborter.check()
         arguments = Arguments.of(args, kwargs)
-        call = self.tape.record(index, arguments) if self.tape is not None else None
+        call, learns = None, self.tape is not None and index >= self.first_trained
+        if self.tape is not None:
+            call = self.tape.record(index, arguments, has_backward=learns)
         with self._streams.traced("forward", index):
-            if call is not None and self._keeps_graph(index):
+            if call is not None and learns and self._keeps_graph(index):
                 outputs, form = self._forward_with_graph(call, self.policies[index])
             else:
-                if call is not None and index in self.policies:  # see [Note: keeping one part]
+                if call is not None and learns and index in self.policies:  # see [Note: keeping one part]
                     rule = self._shell.keep_rule(index, self.policies[index])
                     call.kept = [KeptResults(rule) for _ in self.rows.chunks]
                 outputs, form = self._forward_without_graph(
-                    index, arguments, call.random_states if call else None, call
+                    index, arguments, call.random_states if call and learns else None, call
                 )
         self.rows.saw(arguments.leaves, outputs)
         if call is not None:
             assert self.tape is not None
             outputs = self.tape.emit(call, outputs)
-            self._offload_input(call)
+            if learns:
+                self._offload_input(call)
         self._load_head_behind(index)
         return tree_unflatten(form, iter(outputs))
 
@@ -247,7 +251,9 @@ class LayerRunner:
         self._aborter.check()
         self._fetch_input(call)
         flat = self._weights.fetch(call.layer)
-        total = self._gradients.begin_layer(self._units[call.layer], len(self.rows.chunks))
+        unit, total = self._units[call.layer], None
+        if unit.layout.trained_numel:
+            total = self._gradients.begin_layer(unit, len(self.rows.chunks))
         input_parts: dict[int, list[torch.Tensor | None]] = {position: [] for position in call.trained}
         for number, rows in enumerate(self.rows.chunks):
             if call.graphs:
@@ -263,12 +269,14 @@ class LayerRunner:
             if graph.balance is not None and self.routing is not None and self.routing.slopes is not None:
                 used.append((graph.balance, self.routing.slopes))
             found = _grad([o for o, _ in used], [*graph.inputs, *graph.weights.values()], [g for _, g in used])
-            total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
+            if total is not None:
+                total.add(dict(zip(graph.weights, found[len(graph.inputs) :], strict=True)))
             for position, gradient in zip(call.trained, found, strict=False):
                 input_parts[position].append(gradient)
             del graph
         self._weights.release(call.layer)
-        self._gradients.send_layer(total)
+        if total is not None:
+            self._gradients.send_layer(total)
         joined = {p: self.rows.join_gradient(call.layer, p, parts) for p, parts in input_parts.items()}
         tape.send_back(call, joined)
         call.forget()

@@ -100,7 +100,7 @@ class HostOptimizer:
         updater: CpuUpdater,
     ):
         self._store = store
-        self._units = [unit for unit in units if unit.layout.numel]
+        self._units = [unit for unit in units if store.units[unit.name].trained_numel]
         self._updater = updater
         self._optim = optim
         self._segments = {
@@ -137,6 +137,8 @@ class HostOptimizer:
     def update_from(self, unit: Unit, slab: torch.Tensor, arrived: Event) -> Future[None]:
         """Launch a unit's update from a gradient slab, with `self.coefficients`."""
         assert self.coefficients is not None
+        if not slab.numel():  # of this rank's shard no element is trained
+            return _done(arrived)
         self._protect(unit)
         job = self._jobs[unit.name] = self._submit_update(unit, slab, self.coefficients, arrived)
         return job
@@ -145,6 +147,8 @@ class HostOptimizer:
         """Add a slab to the unit's gradient plane; in the `first` accumulation step overwrite the plane."""
         plane = self._store.units[unit.name].grad
         assert plane is not None, unit.name
+        if not slab.numel():
+            return _done(arrived)
         if first and plane.dtype == slab.dtype:
             pieces = cut_pieces(plane.numel(), self._updater.threads)
             return self._updater.submit(
@@ -208,6 +212,14 @@ class HostOptimizer:
         if self.saving is not None:
             pieces = cut_pieces(self._store.units[unit.name].numel, self._updater.threads)
             self.saving.protect(unit.name, self._updater, pieces)
+
+
+def _done(arrived: Event) -> Future[None]:
+    """A job with nothing to do."""
+    arrived.synchronize()
+    job: Future[None] = Future()
+    job.set_result(None)
+    return job
 
 
 def _trained_segments(

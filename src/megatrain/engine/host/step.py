@@ -126,7 +126,8 @@ class StepRunner:
         self._learn_row_axes(inputs, microbatch_rows)
         self.layers.policies = shape.policies
         layers = self._layers_of(only)
-        order = training_fetch_order(len(layers), shape.segment, len(passes))
+        without_backward = sum(layer < self.layers.first_trained for layer in layers)
+        order = training_fetch_order(len(layers), shape.segment, len(passes), without_backward)
         routing = self.layers.routing = self._routing_of(batch)
         counts_first = self._router_loss is not None and len(passes) > 1  # [Note: counts before slopes]
         if counts_first:
@@ -152,7 +153,10 @@ class StepRunner:
                     hidden_BTD, here, edges.all(), shape.head_tokens, gradient_scale, sums, self._gradients.edges.add
                 )
             self._mark("backward")
-            torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)  # [Note: the graph between the layers]
+            if hidden_BTD.requires_grad:  # not if the head alone is trained
+                torch.autograd.backward(
+                    hidden_BTD, d_hidden_BTD, retain_graph=True
+                )  # [Note: the graph between the layers]
             del hidden_BTD, d_hidden_BTD
             self._backward(edges, shape.segment, tape)
         self._mark("end")
@@ -274,7 +278,7 @@ class StepRunner:
         self._collect(edges.head)
         self._gradients.send_edge(self.shell.structure.head)
         for start in reversed(range(0, len(tape.calls), segment)):
-            calls = tape.calls[start : start + segment]
+            calls = [call for call in tape.calls[start : start + segment] if call.has_backward]
             self.layers.recompute_inputs(calls)
             for call in reversed(calls):
                 with self._streams.traced("backward", call.layer):

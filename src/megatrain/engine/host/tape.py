@@ -139,6 +139,7 @@ class LayerCall:
         layer: Index of the layer.
         arguments: Its arguments. The leaf of an input that will be recomputed (`segment`) or is offloaded is None.
         trained: Positions of the argument leaves that need a gradient.
+        has_backward: Whether a parameter of the layer, or one before it, is trained.
         sources: Sources of the arguments that are outputs of earlier calls, by position.
         random_states: State of the random generators before each microbatch, replayed in the recompute.
         graphs: The autograd graph of each microbatch, if the layer's activations are kept and nothing is recomputed.
@@ -154,6 +155,7 @@ class LayerCall:
     graphs: list[ChunkGraph] = field(default_factory=list)
     kept: list[KeptResults] = field(default_factory=list)
     output_gradients: list[torch.Tensor | None] = field(default_factory=list)
+    has_backward: bool = True
 
     def forget(self) -> None:
         """Release everything the call holds: its backward is done."""
@@ -173,7 +175,7 @@ class Tape:
         self.calls: list[LayerCall] = []
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Source]] = {}
 
-    def record(self, layer: int, arguments: Arguments) -> LayerCall:
+    def record(self, layer: int, arguments: Arguments, has_backward: bool = True) -> LayerCall:
         """Add a call that is about to run."""
         trained = [
             i for i, leaf in enumerate(arguments.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
@@ -183,12 +185,18 @@ class Tape:
             reference, source = self._made.get(id(arguments.leaves[i]), (None, None))
             if reference is not None and reference() is arguments.leaves[i] and source is not None:
                 sources[i] = source
-        call = LayerCall(layer, arguments, trained, sources)
+        call = LayerCall(layer, arguments, trained, sources, has_backward=has_backward)
         self.calls.append(call)
         return call
 
     def emit(self, call: LayerCall, outputs: list[Any]) -> list[Any]:
-        """Turn the floating-point outputs of a call into autograd leaves, for HF's code to continue with."""
+        """Turn the floating-point outputs of a call into autograd leaves, for HF's code to continue with.
+
+        A call without a backward is forgotten.
+        """
+        if not call.has_backward:
+            call.forget()
+            return outputs
         index = len(self.calls) - 1
         for position, output in enumerate(outputs):
             if isinstance(output, torch.Tensor) and output.is_floating_point():

@@ -42,19 +42,22 @@ def forward_fetch_order(layers: int) -> list[int]:
     return list(range(layers))
 
 
-def backward_fetch_order(layers: int, segment: int) -> list[int]:
-    """Fetch order of a backward. With `segment` 1 every layer's input was kept, and the list is just reversed."""
+def backward_fetch_order(layers: int, segment: int, first: int = 0) -> list[int]:
+    """Fetch order of a backward. With `segment` 1 every layer's input was kept, and the list is just reversed.
+
+    `first`: the first layer that has a backward.
+    """
     order: list[int] = []
     for start in reversed(range(0, layers, segment)):
-        end = min(start + segment, layers)
+        start, end = max(start, first), min(start + segment, layers)
         order += range(start, end - 1)
         order += reversed(range(start, end))
     return order
 
 
-def training_fetch_order(layers: int, segment: int, accumulation_steps: int) -> list[int]:
+def training_fetch_order(layers: int, segment: int, accumulation_steps: int, first: int = 0) -> list[int]:
     """Fetch order of a training step: forward and backward, once per accumulation step."""
-    return (forward_fetch_order(layers) + backward_fetch_order(layers, segment)) * accumulation_steps
+    return (forward_fetch_order(layers) + backward_fetch_order(layers, segment, first)) * accumulation_steps
 
 
 class UpdateGate:
