@@ -140,3 +140,15 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings(shape: Shapes) -> None:
 
 def test_the_machine_files_load(machine: Callable[..., Machine]) -> None:
     assert machine("h200").device_gib > machine("rtx4090-256gib").device_gib
+
+
+def test_frozen_elements_take_their_weight_and_move_no_gradient(shape: Shapes) -> None:
+    model = shape("qwen3-8b", 4)
+    frozen = replace(model, frozen=(model.embedding, *model.layers[:2], 0, 0, model.head))
+    count = sum(model.layers[2:])
+    assert frozen.first_trained_layer == 2
+    lines = host_lines(frozen, STEP, Options(), choice(frozen))
+    assert sum(lines.values()) - PROCESS_BYTES == 14 * count + 2 * (model.parameters - count)
+    resident = choice(frozen, resident_layers=4, resident_embedding=True, resident_head=True)
+    whole = device_peak(model, STEP, Options(), resident).nbytes
+    assert whole - device_peak(frozen, STEP, Options(), resident).nbytes >= 10 * (model.parameters - count)

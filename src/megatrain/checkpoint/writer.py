@@ -197,10 +197,12 @@ def plan_save(
     generation = getattr(structure.model, "generation_config", None)
     if "generation_config.json" in {*dict(side_files), *own_files}:
         generation = None
-    element_bytes = units.optim.bytes_per_parameter
+    element_bytes, frozen_bytes = units.optim.bytes_per_parameter, FROZEN_BYTES
     if units.weights_only:
-        element_bytes = 4 if units.keep_fp32 else 2
-    total_bytes = math.ceil(element_bytes * sum(unit.layout.numel for unit in structure.units)) + SLACK_BYTES
+        element_bytes = frozen_bytes = 4 if units.keep_fp32 else 2
+    trained = sum(unit.layout.trained_numel for unit in structure.units)
+    frozen = sum(unit.layout.frozen_numel for unit in structure.units)
+    total_bytes = math.ceil(element_bytes * trained) + frozen_bytes * frozen + SLACK_BYTES
     total_bytes += sum(file.stat().st_size for _, file in side_files)
     refuse_if_no_room(directory, total_bytes)
     saved = None if units.weights_only else to_json(dict(state))
@@ -379,12 +381,18 @@ def _side_files(source: Path, trust_remote_code: bool) -> Iterator[tuple[str, Pa
             yield name, file
 
 
-def checkpoint_size(source: Path, trust_remote_code: bool, parameters: int, optim: OptimizerSpec) -> int:
+FROZEN_BYTES = 4
+"""At most: the bf16 weight, and with fp32 compute the rest of it."""
+
+
+def checkpoint_size(
+    source: Path, trust_remote_code: bool, parameters: int, optim: OptimizerSpec, frozen: int = 0
+) -> int:
     """Bytes of a checkpoint of a model that comes from the folder `source`: an estimate, rather too large.
 
     Headers, manifest and index take less than 1 MiB for a few hundred tensors, and less than a thousandth of large models.
     """
-    state = math.ceil(optim.bytes_per_parameter * parameters)
+    state = math.ceil(optim.bytes_per_parameter * (parameters - frozen)) + FROZEN_BYTES * frozen
     return state + state // 1000 + MIB + sum(file.stat().st_size for _, file in _side_files(source, trust_remote_code))
 
 

@@ -292,7 +292,10 @@ def _host_lines(shape: ModelShape, step: StepSize, options: Options, choice: Cho
 def disk_lines(shape: ModelShape, optim: OptimizerSpec) -> Lines:
     """Bytes of one checkpoint."""
     states, rest = ", ".join(["lo", *(state.name for state in optim.states)]), optim.bytes_per_parameter - 2
+    trained = sum(shape.trained_elements.values())
     return {
         "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
-        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(rest * sum(shape.trained_elements.values())),
+        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(
+            rest * sum(shape.trained_elements.values())
+        ),
     }

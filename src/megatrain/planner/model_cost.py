@@ -205,7 +205,7 @@ def shape_of_structure(structure: Structure, name: str, places: Mapping[ModuleKe
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         tied=any(not alias.startswith(structure.base_name + ".") for alias in structure.tied),
-        frozen=tuple(unit.layout.frozen_numel for unit in structure.units),
+        frozen=tuple(unit.layout.frozen_numel for unit in structure.units) if structure.frozen else (),
         norm_in_chunks=bool(modules_in_chunks(structure.model.get_submodule(structure.base_name), places, ())),
     )
 

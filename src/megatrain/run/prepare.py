@@ -104,10 +104,10 @@ def prepare(
     problems.raise_all()
     assert files is not None, "the model could not be opened without a problem"
 
-    parameters, plan = 0, None
+    parameters, frozen, plan = 0, 0, None
     with problems.collect():
-        parameters = _check_model(run, files, log, read_weights=start.start_from is None)
-    checkpoint_bytes = checkpoint_size(files.folder, run.model.trust_remote_code, parameters, optimizer(run))
+        parameters, frozen = _check_model(run, files, log, read_weights=start.start_from is None)
+    checkpoint_bytes = checkpoint_size(files.folder, run.model.trust_remote_code, parameters, optimizer(run), frozen)
     if parameters:
         if run.engine == "host":
             with problems.collect():
@@ -206,11 +206,13 @@ def _date_of(folder: Path) -> str | None:
         return None
 
 
-def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], *, read_weights: bool) -> int:
+def _check_model(
+    run: RunConfig, files: ModelFiles, log: Callable[[str], None], *, read_weights: bool
+) -> tuple[int, int]:
     """Check structure and family of the model, and the shapes of its weights if they will be read; builds it without storage.
 
     Returns:
-        Parameters of the model, padding included; tied ones count once.
+        Parameters of the model, and how many of them are frozen, padding included; tied ones count once.
     """
     device = device_of(run.run.device)
     dtype = compute_dtype_of(run.precision.compute_dtype, device)
@@ -247,7 +249,8 @@ def _check_model(run: RunConfig, files: ModelFiles, log: Callable[[str], None], 
     if structure.trained_count < structure.param_count:
         trained, every = structure.trained_count, structure.param_count
         log(f"training {abbreviated(trained)} of {abbreviated(every)} parameters ({100 * trained / every:.3g}%)")
-    return sum(unit.layout.numel for unit in structure.units)
+    layouts = [unit.layout for unit in structure.units]
+    return sum(layout.numel for layout in layouts), sum(layout.frozen_numel for layout in layouts)
 
 
 def _check_memory(run: RunConfig, files: ModelFiles, start: Start, log: Callable[[str], None]) -> Plan | None:
@@ -312,7 +315,9 @@ def _check_disk(
         log("disk: no checkpoint is configured (checkpoint.every_steps, checkpoint.at_end)")
     if count == len(there):  # none is to come
         count, there = 0, []
-    weights_bytes = checkpoint_bytes * WEIGHT_BYTES // optimizer(run).bytes_per_parameter if parameters else 0
+    weights_bytes = 0
+    if parameters:
+        weights_bytes = max(int(checkpoint_bytes * WEIGHT_BYTES // optimizer(run).bytes_per_parameter), 2 * parameters)
     refuse_if_disk_too_small(run, checkpoint_bytes, count, weights * weights_bytes, folder.bytes_there(there))
 
 
