@@ -295,7 +295,5 @@ def disk_lines(shape: ModelShape, optim: OptimizerSpec) -> Lines:
     trained = sum(shape.trained_elements.values())
     return {
         "bf16 weights that transformers loads (2 bytes a parameter)": 2 * shape.parameters,
-        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(
-            rest * sum(shape.trained_elements.values())
-        ),
+        f"the rest of the fp32 master and optimizer states: {states} ({rest:g})": int(rest * trained),
     }
