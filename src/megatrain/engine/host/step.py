@@ -153,10 +153,8 @@ class StepRunner:
                     hidden_BTD, here, edges.all(), shape.head_tokens, gradient_scale, sums, self._gradients.edges.add
                 )
             self._mark("backward")
-            if hidden_BTD.requires_grad:  # not if the head alone is trained
-                torch.autograd.backward(
-                    hidden_BTD, d_hidden_BTD, retain_graph=True
-                )  # [Note: the graph between the layers]
+            if hidden_BTD.requires_grad:  # not if the head alone is trained; [Note: the graph between the layers]
+                torch.autograd.backward(hidden_BTD, d_hidden_BTD, retain_graph=True)
             del hidden_BTD, d_hidden_BTD
             self._backward(edges, shape.segment, tape)
         self._mark("end")
