@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -68,6 +68,7 @@ from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
 from megatrain.models import routers
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
+from megatrain.models.lora import Adapter, Lora
 from megatrain.models.shell import Shell
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
 from megatrain.models.trainable import Trainable
@@ -98,6 +99,7 @@ class HostEngine(Engine):
         router_loss: The auxiliary loss of a mixture of experts: None follows the model's config (`output_router_logits`), False
             is off, True is on with the model's coefficient, a number is on with this coefficient.
         trainable: The parameters to train; by default those with `requires_grad`, which are all of a model from a folder.
+        lora: Train an adapter of this kind; the model's own weights are frozen. See `save_adapter`.
         debug: Settings for tests and measurements.
         group: torch.distributed's default group (`dist.group.WORLD`), if its ranks train one model together, one device each.
             Every rank then makes the engine and calls its methods alike, with the same arguments: the batch of a step is the
@@ -128,6 +130,7 @@ class HostEngine(Engine):
         trust_remote_code: bool = False,
         router_loss: bool | float | None = None,
         trainable: Trainable | None = None,
+        lora: Lora | None = None,
         debug: Debug | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: datetime.timedelta | None = None,
@@ -158,6 +161,9 @@ class HostEngine(Engine):
         )
         self.source_folder = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.config, self.buffers = meta.config, dict(meta.named_buffers())
+        self.adapter = Adapter(meta, lora) if lora is not None else None
+        if self.adapter is not None and lora is not None and lora.dropout and self._shards.many:
+            raise UserError("dropout of the adapter needs a single process", "train.lora.dropout", "set it to 0")
         if trainable is not None:
             trainable.apply(meta)
         self.structure = dissect(meta).padded(self._shards.shard)
@@ -311,16 +317,23 @@ class HostEngine(Engine):
 
         Other sources are done before: random initialisation uses torch's generators and the model's own modules.
         """
+        structure, store = self.structure, self.store
+        if self.adapter is not None:
+            structure, store = self.adapter.plain, self.adapter.base_of(store)
+            units = {name: (unit, local) for unit in self.structure.units for local, name in unit.full_names()}
+            for name, value in self.adapter.initial(self.seed):
+                unit, local = units[name]
+                self.store.units[unit.name].write_master(local, value)
         if isinstance(model, nn.Module):
-            copy_from_memory(model, self.structure, self.store)
+            copy_from_memory(model, structure, store)
         elif init == "random":
-            initialize(self.structure, self.store, seed=self.seed, device=self.device)
+            initialize(structure, store, seed=self.seed, device=self.device)
         if isinstance(model, nn.Module) or init is not None:
             yield
             return
 
         # Hugging Face's conversion hangs tensors into the model for a moment: it gets a copy, whose parameters are on meta.
-        twin = replace(self.structure, model=copy.deepcopy(self.structure.model))
+        twin = replace(structure, model=copy.deepcopy(structure.model))
         ended = threading.Event()
 
         def check() -> None:
@@ -329,7 +342,7 @@ class HostEngine(Engine):
 
         def read(folder: Path) -> None:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                load_masters(folder, twin, self.store, persistent_buffers(twin.model), check)
+                load_masters(folder, twin, store, persistent_buffers(twin.model), check)
 
         assert self.source_folder is not None
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
@@ -645,6 +658,8 @@ class HostEngine(Engine):
         large units; copies always leave the host its last GiB.
         """
         self._refuse_closed()
+        if self.adapter is not None:
+            raise UserError("checkpoints of an adapter are not supported yet", "HostEngine.save", "use save_adapter")
         if self.plan.compute == torch.float64:
             raise UserError("fp64 is for tests: checkpoints hold fp32", "HostEngine.save", "use compute_dtype fp32")
         if not background:
@@ -663,6 +678,23 @@ class HostEngine(Engine):
         save = self._checkpoints.save(Path(folder), state, options)
         self._optimizer.saving = self._host_checkpoints.source
         return save
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter as a folder that `peft.PeftModel.from_pretrained` loads, in fp32. Collective; rank 0 writes."""
+        self._refuse_closed()
+        if self.adapter is None:
+            raise UserError("the engine trains no adapter", "HostEngine.save_adapter", "give it lora=Lora(...)")
+        parameters = self.named_parameters()
+        base = str(self.source_folder) if self.source_folder is not None else None
+        own = [(name, value) for name, value in parameters if name not in self.adapter.original]
+        if self._shards.rank == 0:
+            self.adapter.save(folder, own, base)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Inside, the engine computes with the base alone, for evaluations: the reference of a preference objective."""
+        if self.adapter is None:
+            raise UserError("the engine trains no adapter", "HostEngine.adapter_off", "give it lora=Lora(...)")
+        return self.adapter.off()
 
     def prepare_save(self, buffer_bytes: int | None = None) -> None:
         """See `Engine.prepare_save`. Without a save to follow, the memory is held until `close`."""
