@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatrain.errors import UserError
@@ -171,6 +171,27 @@ class _BasePlanes:
 
     def write_master(self, name: str, value: torch.Tensor) -> None:
         self._planes.write_master(self._injected[self._prefix + name].removeprefix(self._prefix), value)
+
+
+def read_adapter(folder: str | Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a PEFT adapter folder under the names in the model, which must be exactly `names`.
+
+    Raises:
+        UserError: The folder holds no adapter as safetensors, or one of other modules.
+    """
+    file = Path(folder) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise UserError("holds no adapter_model.safetensors", str(folder), "give a folder of save_adapter or of peft")
+    found = {name.removeprefix("base_model.model."): value for name, value in load_file(file).items()}
+    wanted = {name.replace(f".{NAME}.", "."): name for name in names}
+    if different := sorted(found.keys() ^ wanted.keys()):
+        where = "the folder" if different[0] in found else "the engine"
+        raise UserError(
+            f"is an adapter of other modules: only {where} has {different[0]}",
+            str(folder),
+            "set lora as it was trained",
+        )
+    return {wanted[name]: value for name, value in found.items()}
 
 
 @contextlib.contextmanager

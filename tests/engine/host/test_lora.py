@@ -150,3 +150,21 @@ def test_two_ranks_equal_one() -> None:
     for name, weight in one.items():
         torch.testing.assert_close(two[0][name], weight, rtol=1e-5, atol=1e-5)
         assert torch.equal(two[1][name], two[0][name])
+
+
+def test_an_adapter_folder_is_read_back(tmp_path: Path) -> None:
+    model, lora = build(BY_NAME["llama"], seed=2), CASES["llama"][1]
+    with engine_of(model, lora) as one, engine_of(model, lora, seed=6) as two:
+        one.train_step(rows_of("llama"))
+        one.save_adapter(tmp_path / "a")
+        two.eval_step(rows_of("llama"))
+        two.load_adapter(tmp_path / "a")
+        assert two.eval_step(rows_of("llama")) == one.eval_step(rows_of("llama"))
+        found = dict(two.named_parameters())
+        assert all(torch.equal(found[n], w) for n, w in one.named_parameters())
+    for other, words in (
+        (Lora(4, targets=["q_proj"]), "adapter of other modules"),
+        (Lora(2, targets=lora.targets), "has shape"),
+    ):
+        with engine_of(model, other) as engine, pytest.raises(UserError, match=words):
+            engine.load_adapter(tmp_path / "a")

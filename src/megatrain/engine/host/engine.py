@@ -68,7 +68,7 @@ from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
 from megatrain.models import routers
 from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
-from megatrain.models.lora import Adapter, Lora
+from megatrain.models.lora import Adapter, Lora, read_adapter
 from megatrain.models.shell import Shell
 from megatrain.models.structure import attention_shape, dissect, persistent_buffers
 from megatrain.models.trainable import Trainable
@@ -689,6 +689,34 @@ class HostEngine(Engine):
         own = [(name, value) for name, value in parameters if name not in self.adapter.original]
         if self._shards.rank == 0:
             self.adapter.save(folder, own, base)
+
+    def load_adapter(self, folder: str | Path) -> None:
+        """Set the adapter's weights from a PEFT adapter folder. Moments and step are not changed.
+
+        Raises:
+            UserError: It is an adapter of other modules or of another rank; nothing was changed.
+        """
+        self._refuse_closed()
+        if self.adapter is None:
+            raise UserError("the engine trains no adapter", "HostEngine.load_adapter", "give it lora=Lora(...)")
+        self.synchronize()
+        own = {
+            name: (unit, local)
+            for unit in self.structure.units
+            for local, name in unit.full_names()
+            if name not in self.adapter.original
+        }
+        tensors = read_adapter(folder, own)
+        for name, value in tensors.items():
+            unit, local = own[name]
+            if value.shape != (shape := unit.layout.by_name[local].shape):
+                what = f"{name} has shape {tuple(value.shape)}, the engine's {shape}"
+                raise UserError(what, str(folder), "set lora.rank as it was trained")
+        for name, value in tensors.items():
+            unit, local = own[name]
+            self.store.units[unit.name].write_master(local, value)
+        self._streams.synchronize()
+        self._device_side.weights.drop_all()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Inside, the engine computes with the base alone, for evaluations: the reference of a preference objective."""
