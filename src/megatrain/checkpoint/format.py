@@ -139,12 +139,13 @@ class UnitState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """`state.json`. `state` is as `to_json` wrote it."""
+    """`state.json`. `state` is as `to_json` wrote it. `frozen` are full names of parameters that were not trained."""
 
     state: dict[Text, Any] = field(default_factory=dict)
     units: dict[Text, UnitState] = field(default_factory=dict)
     source_dtype: Text | None = None
     optimizer: Text = DEFAULT_OPTIMIZER
+    frozen: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True)

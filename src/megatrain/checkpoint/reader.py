@@ -106,6 +106,7 @@ class OpenCheckpoint:
         checked(EngineState, saved.state, directory / STATE_FILE)
         self.state: dict[str, Any] = from_json(saved.state, directory / STATE_FILE)
         self.source_dtype = saved.source_dtype
+        self._frozen = frozenset(saved.frozen)
         self._crcs: dict[str, int] = {}
         for unit in saved.units.values():
             self._crcs |= unit.weights_crc32
@@ -221,7 +222,7 @@ class OpenCheckpoint:
         for unit in self._structure.units:
             for entry, (local, full) in zip(unit.layout.entries, unit.full_names(), strict=True):
                 trained = unit.layout.is_trained(local)
-                if self._optim is not None and self._was_trained(full) != trained:
+                if self._optim is not None and (full not in self._frozen) != trained:
                     then, now = ("frozen", "trained") if trained else ("trained", "frozen")
                     raise UserError(
                         f"{full} was {then} when it was written and is {now} now",
@@ -234,7 +235,7 @@ class OpenCheckpoint:
                 for name, dtype in states.items():
                     key = state_key(name, full)
                     if key not in self._states:
-                        if self._optim is None and not self._was_trained(full):
+                        if self._optim is None and full in self._frozen:
                             continue
                         raise damaged(self.directory, f"{key} is in no state file")
                     shape = self._states[key].shape(key)
@@ -263,13 +264,6 @@ class OpenCheckpoint:
         shape, dtype, blocks = self._states[key].shape(key), self._states[key].dtype(key), -(-numel // BLOCK_ELEMENTS)
         if (shape, dtype) != ((blocks,), torch.float32):
             raise damaged(self.directory, f"{key} is {dtype} {shape}, not fp32 ({blocks},)")
-
-    def _was_trained(self, full: str) -> bool:
-        """Whether the checkpoint has any optimizer state of a parameter."""
-        if not hasattr(self, "_trained_names"):
-            named = (key.partition("/") for key in self._states)
-            self._trained_names = {name for plane, _, name in named if plane != "lo"}
-        return full in self._trained_names
 
     def _refuse_larger_weights(self) -> None:
         """Refuse a unit with more values than the model's, before memory is allocated for them: conversions keep the number."""

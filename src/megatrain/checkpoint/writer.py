@@ -281,6 +281,7 @@ def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFi
         weight_map |= dict.fromkeys(unit.keys, files[name])
     write_index(folder, weight_map, sum(unit.weights_bytes for unit in units.values()))
     if not plan.weights_only:
+        frozen = [full for unit in plan.units for local, full in unit.full_names() if not unit.layout.is_trained(local)]
         versions = {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         folder.write_json(
             STATE_FILE,
@@ -289,6 +290,7 @@ def write_end(folder: FolderWriter, plan: SavePlan, written: Mapping[str, UnitFi
                 "versions": versions,
                 **({} if plan.optim.name == DEFAULT_OPTIMIZER else {"optimizer": plan.optim.name}),
                 "source_dtype": plan.source_dtype,
+                **({"frozen": frozen} if frozen else {}),
                 "units": {name: {"weights_crc32": unit.weights_crc32} for name, unit in units.items()},
                 "state": plan.state,
             },

@@ -96,6 +96,10 @@ class Adapter:
             raise UserError(
                 f"peft cannot adapt these modules: {error}", "train.lora.targets", "name linear modules of the layers"
             ) from error
+        for module in model.modules():
+            if hasattr(module, "reset_lora_parameters"):
+                # What it was injected with names its place, and would make each layer a template of its own.
+                module.kwargs = {}  # type: ignore[assignment]
         plain = dict(self.plain.model.named_parameters(remove_duplicate=False))
         self.original: dict[str, str] = {}
         outside: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatrain.engine.host.engine import HostEngine
 from megatrain.errors import UserError
 from megatrain.models.trainable import Trainable
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.spec import OptimizerSpec, StateSpec
 from mesh_parity import differences
 from reference import gradient_error, reference_loss_and_grads
 
@@ -208,3 +210,30 @@ def test_bad_patterns_are_one_clear_error(trainable: Trainable, words: str) -> N
     import re
 
     assert re.search(words, str(error.value), re.S)
+
+
+@dataclass(frozen=True)
+class PlainSGD(OptimizerSpec):
+    """Keeps no states, from which nothing can be told about what was trained."""
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return ()
+
+    def update_(self, master: torch.Tensor, grad: torch.Tensor, states: Any, scalars: Any) -> None:
+        master.add_(grad, alpha=-scalars.learning_rate)
+
+
+def test_an_optimizer_without_states_resumes_its_own_checkpoint(tmp_path: Path) -> None:
+    for name, trainable in (("all", None), ("some", Trainable(freeze=["embed_tokens"]))):
+        with engine_of(model_of(False), trainable, optim=PlainSGD(learning_rate=0.1)) as engine:
+            engine.train_step(rows_of())
+            engine.save(tmp_path / name)
+            after = engine.train_step(rows_of(1)).loss
+            engine.load(tmp_path / name)
+            assert engine.train_step(rows_of(1)).loss == after
+    with (
+        engine_of(model_of(False), None, optim=PlainSGD(learning_rate=0.1)) as engine,
+        pytest.raises(UserError, match=r"embed_tokens.weight was frozen when it was written and is trained now"),
+    ):
+        engine.load(tmp_path / "some")

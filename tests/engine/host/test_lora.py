@@ -17,6 +17,7 @@ from families import BY_NAME, batch, build
 from megatrain.engine.host.engine import HostEngine
 from megatrain.errors import UserError
 from megatrain.models.lora import Lora
+from megatrain.models.templates import template_groups
 from megatrain.optim.adamw import AdamW
 from reference import gradient_error, reference_loss, reference_loss_and_grads
 
@@ -168,3 +169,10 @@ def test_an_adapter_folder_is_read_back(tmp_path: Path) -> None:
     ):
         with engine_of(model, other) as engine, pytest.raises(UserError, match=words):
             engine.load_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("family", "targets"), [("llama", "all-linear"), ("gpt2", ["c_attn"])])
+def test_equal_layers_still_run_one_compiled_function(family: str, targets: str | list[str]) -> None:
+    with engine_of(build(BY_NAME[family], seed=3), Lora(4, targets=targets)) as engine:
+        layers = engine.structure.model.get_submodule(engine.structure.layers_name)
+        assert set(template_groups([*layers])) == {0}
