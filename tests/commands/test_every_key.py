@@ -71,7 +71,7 @@ def alerts(action: str, limit: str) -> str:
 
 ONE_PROCESS: dict[str, Row] = {
     "another attention": Row("--model.attn_implementation=eager --model.trust_remote_code=true"),
-    "no auxiliary loss": Row("--model.router_aux_loss=false"),
+    "no auxiliary loss": Row("--model.router_aux_loss=false --model.router_bias_update_speed=null"),
     "random weights": Row("--model.init=random", "other"),
     "the mesh engine": Row("--engine=mesh --run.threads=null"),
     "a source with all its keys": Row(

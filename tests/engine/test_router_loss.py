@@ -212,6 +212,50 @@ def test_the_load_of_the_experts_is_what_the_family_chooses(name: str) -> None:
     assert routing["idle"] == pytest.approx(torch.cat([n == 0 for n in loads]).double().mean().item())
 
 
+def test_correction_biases_follow_the_load_and_resume_exactly(tmp_path: Path) -> None:
+    family, speed = BY_NAME["deepseek_v3"], 0.01
+    steps = [batch(family, seed=s, rows=3, tokens=16, kind="masked") for s in range(4)]
+    model = build(family, seed=0)
+    names = [name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    wanted = {name: model.get_buffer(name).clone() for name in names}
+    loads: list[torch.Tensor] = []
+    kept = steps[0]["attention_mask"].reshape(-1).bool()
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if type(module).__name__ == "DeepseekV3Experts":
+            module.register_forward_pre_hook(
+                lambda m, args: loads.append(
+                    torch.bincount(args[1][kept].reshape(-1), minlength=m.num_experts).double()
+                )
+            )
+    twin(**steps[0], use_cache=False)
+    for name, load in zip(names, loads, strict=True):
+        wanted[name] += speed * torch.sign(load.mean() - load).float()
+
+    def biases(engine: HostEngine) -> dict[str, torch.Tensor]:
+        return {name: engine.buffers[name].clone() for name in names}
+
+    with engine_of(model, router_bias_speed=speed) as engine:
+        engine.train_step(steps[0])
+        first = biases(engine)
+        assert all(torch.equal(first[name], wanted[name]) for name in names)
+        engine.train_step(steps[1])
+        engine.save(tmp_path / "checkpoint")
+        last = [engine.train_step(rows).loss for rows in steps[2:]]
+        whole = biases(engine)
+        assert any(not torch.equal(whole[name], first[name]) for name in names)
+    with engine_of(build(family, seed=3), router_bias_speed=speed) as engine:
+        engine.load(tmp_path / "checkpoint")
+        assert [engine.train_step(rows).loss for rows in steps[2:]] == last
+        resumed = biases(engine)
+    assert all(torch.equal(whole[name], resumed[name]) for name in names)
+    with engine_of(model) as engine:  # off: as in transformers
+        engine.train_step(steps[0])
+        assert all(torch.equal(engine.buffers[name], model.get_buffer(name)) for name in names)
+    with pytest.raises(UserError, match="router_bias_update_speed: the qwen3_moe family has no"):
+        engine_of(build(BY_NAME["qwen3_moe"], seed=0), router_bias_speed=speed)
+
+
 def test_padding_to_the_shape_of_a_run_is_not_counted() -> None:
     family = BY_NAME["qwen3_moe"]
     rows = batch(family, seed=1, rows=2, tokens=16, kind="packed")

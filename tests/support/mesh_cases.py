@@ -137,6 +137,7 @@ def matrix() -> list[Case]:
 MIXTURE = [
     Case("qwen3_moe", Layout(pipeline=2, context=2, shard=2, schedule="1f1b"), 4),
     Case("qwen3_moe", Layout(pipeline=2, virtual=2, replicate=2, shard=1, schedule="zbv"), 4, tied=False, kind="plain"),
+    Case("qwen2_moe", Layout(tensor=2, shard=2), 3, tied=False, kind="plain"),  # a shared expert, and a dense layer
     # more microbatches than rows: in one of them all tokens are equal and may choose the experts of only one rank
     Case("qwen3_moe", Layout(tensor=2, pipeline=2, shard=1, microbatches=8), 4, False, recompute=True, evaluate=True),
 ]

@@ -116,6 +116,11 @@ class ModelConfig(Section):
         "coefficient of the model's config; a number: on, with this coefficient; false: off; null: as output_router_logits in "
         "the model's config says",
     )
+    router_bias_update_speed: PositiveFloat | None = key(
+        None,
+        "step by which the routers' correction biases (e_score_correction_bias) follow the load of the experts after each "
+        "optimizer step, 0.001 in DeepSeek-V3; null: they are not trained, as in transformers",
+    )
 
 
 class SourceConfig(Section):

@@ -14,6 +14,11 @@ Which modules are routers, and which of their outputs are logits, is what Huggin
 (`_can_record_outputs`). Experts are recognized by their arguments. Forward hooks on both hand what they see to the `RouterProbe`,
 which reduces it to sums inside the layer's own code, compiled or not.
 
+[Note: balancing by biases]
+Families like DeepSeek-V3 add a bias to the scores by which a router chooses, not to the weights of the chosen experts. It has no
+gradient. The rule it was made for: after each step, the bias of an expert with less load than the mean of its layer rises by the
+update speed, that of one with more falls by it. transformers does not train it.
+
 Shapes: N tokens (of a microbatch), E experts, K experts per token.
 """
 
@@ -39,6 +44,8 @@ FORMULA = ("gate_logits", "num_experts", "top_k", "attention_mask")
 CHOSEN = (["top_k_index"], ["router_indices"])
 """Names of the argument (N, K) of experts that says which are chosen."""
 KEY = "model.router_aux_loss"
+BIAS, BIAS_KEY = "e_score_correction_bias", "model.router_bias_update_speed"
+"""See [Note: balancing by biases]."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,37 @@ def experts_of(layer: nn.Module) -> list[nn.Module]:
         if isinstance(getattr(module, "num_experts", None), int)
         and list(inspect.signature(module.forward).parameters)[1:2] in CHOSEN
     ]
+
+
+def correction_biases(model: nn.Module, layers_name: str) -> dict[int, str]:
+    """Full names of the routers' correction biases by layer, of those that are buffers."""
+    prefix = layers_name + "."
+    return {
+        int(name[len(prefix) :].split(".", 1)[0]): name
+        for name, _ in model.named_buffers()
+        if name.startswith(prefix) and name.endswith(BIAS)
+    }
+
+
+def trained_biases(model: Any, layers_name: str, speed: float | None) -> dict[int, str]:
+    """The correction biases that training updates, by layer; empty if that is off.
+
+    Raises:
+        UserError: It is on, and the family has no such buffers.
+    """
+    if speed is None:
+        return {}
+    found = correction_biases(model, layers_name)
+    if not found:
+        raise UserError(
+            f"the {model.config.model_type} family has no {BIAS} among its buffers", BIAS_KEY, "leave the key out"
+        )
+    return found
+
+
+def balance_bias(bias_E: torch.Tensor, load_E: torch.Tensor, speed: float) -> None:
+    """Update a correction bias in place by the load of a step. See [Note: balancing by biases]."""
+    bias_E += speed * torch.sign(load_E.mean() - load_E).to(bias_E.dtype)
 
 
 def record(

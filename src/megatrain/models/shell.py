@@ -116,6 +116,7 @@ class Shell:
         token_wise: Returns the modules that can be computed in chunks of tokens, from `find_token_wise`. Called only if needed,
             at most twice.
         router_loss: The auxiliary loss of the routers, if the model is trained with it.
+        needs_loads: Whether training depends on the load of the experts.
 
     Attributes:
         head_names: Full names of the trained parameters that `logits` reads.
@@ -138,6 +139,7 @@ class Shell:
         keeps_mlps: bool = False,
         token_wise: Callable[[], Mapping[ModuleKey, str]] = dict,
         router_loss: RouterLoss | None = None,
+        needs_loads: bool = False,
     ):
         self.structure = structure
         self.layers: list[nn.Module] = list(structure.layer_stack())
@@ -164,7 +166,7 @@ class Shell:
         self.groups = template_groups(self.layers)
         templates = [self.layers[self.groups.index(group)] for group in sorted(set(self.groups))]
         self._token_wise = token_wise
-        self._probe = RouterProbe(router_loss)
+        self._probe, self._needs_loads = RouterProbe(router_loss), needs_loads
         self.routers = self._watch_routers(layers_path)
         self.watched = frozenset(i for i, layer in enumerate(self.layers) if self.routers[i] or experts_of(layer))
         self.chunk_tokens: int | None = None
@@ -210,10 +212,13 @@ class Shell:
         def paths(module: nn.Module, prefix: str) -> list[str]:
             fp32_names = {name.removeprefix(prefix) for name in self.fp32_names if name.startswith(prefix)}
             found = modules_in_chunks(module, candidates, fp32_names)
-            if self._probe.loss is None:
-                return found
-            # The gradient of the auxiliary loss cannot enter a module in chunks.
-            return [path for path in found if not routers_of(self._base, module.get_submodule(path), prefix + path)]
+            # The gradient of the auxiliary loss cannot enter a module in chunks, and loads are not counted inside.
+            return [
+                path
+                for path in found
+                if not (self._probe.loss and routers_of(self._base, module.get_submodule(path), prefix + path))
+                and not (self._needs_loads and experts_of(module.get_submodule(path)))
+            ]
 
         units = self.structure.layers
         of_layers = [paths(layer, unit.prefix) for layer, unit in zip(self.layers, units, strict=True)]

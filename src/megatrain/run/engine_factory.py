@@ -244,6 +244,7 @@ def _common(run: RunConfig, weights: bool) -> dict[str, Any]:
         "seed": run.run.seed,
         "trust_remote_code": run.model.trust_remote_code,
         "router_loss": run.model.router_aux_loss,
+        "router_bias_speed": run.model.router_bias_update_speed,
     }
 
 

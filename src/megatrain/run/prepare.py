@@ -27,7 +27,7 @@ from megatrain.errors import Problems, UserError
 from megatrain.host_memory.available import available_host_bytes
 from megatrain.metrics.logger import RunLogger, quiet_libraries
 from megatrain.models.build import build_meta_model
-from megatrain.models.routers import router_loss
+from megatrain.models.routers import BIAS, BIAS_KEY, correction_biases, router_loss, trained_biases
 from megatrain.models.structure import dissect
 from megatrain.models.weights import check_weights
 from megatrain.optim.configured import optimizer
@@ -242,6 +242,13 @@ def _check_model(
         f"model {files.folder}: {type(model).__name__}, {abbreviated(structure.param_count)} parameters{of_these} in "
         f"{counted(len(structure.layers), 'layer')}, {dtype_name(dtype)} compute on {device}, fp32 master weights and moments"
     )
+    speed = run.model.router_bias_update_speed
+    biases = trained_biases(model, structure.layers_name, speed) or correction_biases(model, structure.layers_name)
+    if biases:
+        how = (
+            f"follow the load of the experts, {BIAS_KEY}: {speed:g}" if speed else f"are not trained ({BIAS_KEY}: null)"
+        )
+        log(f"correction biases of the routers ({BIAS}) {how}")
     if auxiliary is not None:
         log(
             f"auxiliary loss of the routers: on, coefficient {auxiliary.coefficient:g} (aux_loss in the records, not in loss)"

@@ -173,6 +173,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **{f"optim.{name}": value for name, value in optim.items()},
         "precision.compute_dtype": run.precision.compute_dtype,
         "model.router_aux_loss": run.model.router_aux_loss,
+        "model.router_bias_update_speed": run.model.router_bias_update_speed,
     }
 
 

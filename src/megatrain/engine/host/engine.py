@@ -56,6 +56,7 @@ from megatrain.engine.host.instruments import Debug, Instruments
 from megatrain.engine.host.layer import StepAborter
 from megatrain.engine.host.oom import OomRecovery, limit_device
 from megatrain.engine.host.optimizer import HostOptimizer, LossScale
+from megatrain.engine.host.routing import Routing
 from megatrain.engine.objective import CrossEntropy, Objective, Statistics, StepTotals
 from megatrain.engine.parity_check import token_wise, verify_family, verify_packing
 from megatrain.engine.plan import ExecutionPlan, StepShape, device_of
@@ -98,6 +99,8 @@ class HostEngine(Engine):
         trust_remote_code: Whether code in the model folder may run.
         router_loss: The auxiliary loss of a mixture of experts: None follows the model's config (`output_router_logits`), False
             is off, True is on with the model's coefficient, a number is on with this coefficient.
+        router_bias_speed: Update speed of the routers' correction biases; None: they are not trained. See
+            [Note: balancing by biases] in models/routers.py.
         trainable: The parameters to train; by default those with `requires_grad`, which are all of a model from a folder.
         lora: Train an adapter of this kind; the model's own weights are frozen. See `save_adapter`.
         debug: Settings for tests and measurements.
@@ -129,6 +132,7 @@ class HostEngine(Engine):
         verify: Literal["auto", "always", "never"] = "auto",
         trust_remote_code: bool = False,
         router_loss: bool | float | None = None,
+        router_bias_speed: float | None = None,
         trainable: Trainable | None = None,
         lora: Lora | None = None,
         debug: Debug | None = None,
@@ -152,6 +156,7 @@ class HostEngine(Engine):
         self._stepped = False
         self._own_work_s: float | None = None  # of the latest step
         self._gradient_scale = 1.0
+        self._routing: Routing | None = None  # of the latest step
         self._loss_scale = LossScale() if plan.compute == torch.float16 else None
         device_bytes = limit_device(self.device, plan.device_gib)
 
@@ -168,6 +173,8 @@ class HostEngine(Engine):
             trainable.apply(meta)
         self.structure = dissect(meta).padded(self._shards.shard)
         self.router_loss = routers.router_loss(meta, router_loss)
+        self._bias_speed = router_bias_speed
+        self._biases = routers.trained_biases(meta, self.structure.layers_name, router_bias_speed)
         if self._shards.many:
             refuse_dropout(self.config)
         if verify == "always" or (verify == "auto" and self.source_folder is not None):
@@ -230,7 +237,7 @@ class HostEngine(Engine):
         self._optimizer.compile_kernels(plan.gradient_dtype or plan.transport)
 
         # device buffers;
-        mirrors = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
+        mirrors = self._mirrors = {name: buffer.to(self.device) for name, buffer in self.buffers.items()}
         shell = self._make_shell(plan, mirrors, frozenset(fp32_parameter_names(meta, plan.compute)), trust_remote_code)
         self._device_side = DeviceBuffers(
             self.store,
@@ -406,6 +413,7 @@ class HostEngine(Engine):
                 self.config, attn_implementation=attention, trust_remote_code=trust_remote_code
             ),
             router_loss=self.router_loss,
+            needs_loads=bool(self._biases),
         )
         if plan.mlp_chunk_tokens is not None:
             shell.compute_in_chunks(plan.mlp_chunk_tokens)
@@ -444,6 +452,7 @@ class HostEngine(Engine):
         skipped = self._decide(loss, norm)
         if skipped is None:
             self._update(norm, scale, learning_rate)
+            self._balance_biases()
         return self._result(batch, tokens, loss, norm, metrics, routing, skipped, started)
 
     def backward(self, batch: Batch) -> StepResult:
@@ -551,6 +560,7 @@ class HostEngine(Engine):
                         batch, shape, scale, loss_scale=loss_scale, step=known, together=together
                     )
                 figures = routing.figures() if routing is not None else {}
+                self._routing = routing
                 # the step's only synchronisation
                 loss, metrics, [squares, *found] = sums.wait(
                     on_device, *figures.values(), shards=shards, names=self._metric_names(sums)
@@ -609,6 +619,14 @@ class HostEngine(Engine):
             with self._streams.traced("update of resident units") if self.store.resident_bytes else nullcontext():
                 self._optimizer.launch(coefficients, self._device_side.gradients.arrived)
         self._device_side.weights.drop_all()
+
+    def _balance_biases(self) -> None:
+        """Update the routers' correction biases by the loads of the step, the same on all ranks, on the host and the device."""
+        for layer, name in self._biases.items():
+            assert self._routing is not None and self._bias_speed is not None
+            routers.balance_bias(self.buffers[name], self._routing.load(layer), self._bias_speed)
+            if self._mirrors[name] is not self.buffers[name]:
+                self._mirrors[name].copy_(self.buffers[name])
 
     # ---------------------------------------------------------------- state
 

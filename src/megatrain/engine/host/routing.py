@@ -86,6 +86,11 @@ class Routing:
             slopes_E = counts_E * (scale * self.loss.coefficient * self.loss.experts / self._routed.square())
             self.slopes = torch.stack([torch.zeros_like(slopes_E), slopes_E]).to(self._dtype)
 
+    def load(self, layer: int) -> torch.Tensor:
+        """(E,) tokens of each expert of a layer, over all ranks; on the CPU. Waits for the device."""
+        assert self._complete
+        return self._loads[layer].cpu()
+
     def figures(self) -> dict[str, torch.Tensor]:
         """The step's figures, see `StepResult.routing`; scalars, the same on all ranks."""
         assert self._complete

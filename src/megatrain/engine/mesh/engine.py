@@ -105,6 +105,7 @@ class MeshEngine(Engine):
         init: Literal["random", "empty"] | None = None,
         trust_remote_code: bool = False,
         router_loss: bool | float | None = None,
+        router_bias_speed: float | None = None,
         sample_every_steps: int | None = None,
         debug: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
@@ -125,6 +126,8 @@ class MeshEngine(Engine):
         self.plan = dataclasses.replace(plan, layout=self.layout, compute_dtype=dtype)
         self._master_dtype, self._compute_dtype = MASTERS[dtype], COMPUTE[dtype]
         meta = self._build(model, config, trust_remote_code)
+        if router_bias_speed is not None:
+            raise UserError("the mesh engine does not update correction biases", routers.BIAS_KEY, "use engine: host")
         if routers.router_loss(meta, router_loss) is not None:
             what = "the mesh engine does not compute the auxiliary loss of the routers"
             raise UserError(what, routers.KEY, f"set {routers.KEY}: false to train without it, or use engine: host")

@@ -26,7 +26,7 @@ from megatrain.units import counted
 
 TENSOR_FAMILIES = frozenset(
     "llama qwen2 qwen3 mistral ministral gemma gemma2 gemma3_text granite smollm3 arcee seed_oss ernie4_5 "
-    "mixtral qwen3_moe".split()
+    "mixtral qwen2_moe qwen3_moe".split()
 )
 """Model types whose gradients under tensor parallel are part of the test suite."""
 
@@ -312,7 +312,7 @@ class Layout:
             yield _untested(config.model_type, "tensor", TENSOR_FAMILIES)
         if not getattr(config, "base_model_tp_plan", None):
             yield f"{config.model_type} has no tensor-parallel plan in transformers; tensor 1 would fit"
-        for name in ("intermediate_size", "num_experts", "num_local_experts"):
+        for name in ("intermediate_size", "shared_expert_intermediate_size", "num_experts", "num_local_experts"):
             value = getattr(config, name, None)
             if isinstance(value, int) and value % self.tensor:
                 fits = [str(n) for n in range(1, min(value, 128) + 1) if value % n == 0]

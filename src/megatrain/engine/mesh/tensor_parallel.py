@@ -38,6 +38,11 @@ exit. For the router and the incoming tokens, each rank's gradient is a partial 
 A microbatch may leave a rank's experts without a token. Tokens, router and parameters take part in the graph anyway, with zero
 rows: the backward's collectives, of this group and of FSDP, must run on every rank or on none.
 
+[Note: shared experts]
+A shared expert inside the block computes every token. Its matrices are split by columns and rows like those of an MLP; its
+result is a partial sum, too, and is scattered with that of the routed experts. Its gate (one number a token) is whole on every
+rank, like the router.
+
 Shapes: B rows, L tokens, S = L / tensor, N = B * L, V vocabulary, W = this rank's part of it, D hidden size, K experts per token,
 M pairs of this rank.
 """
@@ -136,6 +141,8 @@ BLOCK = Style({}, prepare=gather_at_entry, owns=False)
 """A block whose projections are column-wise."""
 COLUMNS = Style({"weight": 0, "bias": 0})
 ROWS = Style({"weight": 1}, prepare=RowWise.make_of)
+PARTIAL_ROWS = Style({"weight": 1})
+"""A row-wise product inside a block that adds the ranks' sums up at its exit."""
 WHOLE = Style({})
 """Computed by every rank with the same parameters, on its own tokens or heads."""
 WHOLE_EXIT = Style({}, prepare=take_own_at_entry)
@@ -146,6 +153,8 @@ EMBEDDING = Style({"weight": 0}, prepare=_own_rows)
 HEAD = Style({"weight": 0, "bias": 0})
 PLANNED = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": WHOLE}
 """Styles of linear modules and norms by their names in Hugging Face's plans."""
+SHARED_EXPERT = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": PARTIAL_ROWS}
+"""The linear modules of a shared expert."""
 MIXTURE_STYLE = "moe_tp_experts"
 """The experts' style in Hugging Face's plans."""
 
@@ -218,7 +227,7 @@ def _refuse_uncovered(model: nn.Module, styles: Mapping[str, Style]) -> None:
         raise UserError(f"the tensor-parallel plan does not cover {', '.join(left[:3])}", where, remedy)
     for path, style in styles.items():
         kind = type(model.get_submodule(path))
-        if style in (COLUMNS, ROWS, WHOLE_EXIT) and kind.forward is not nn.Linear.forward:
+        if style in (COLUMNS, ROWS, PARTIAL_ROWS, WHOLE_EXIT) and kind.forward is not nn.Linear.forward:
             raise UserError(f"{path} is a {kind.__name__}, which cannot be split as a linear module", where, remedy)
 
 
@@ -247,15 +256,22 @@ def _layer_styles(
 
 
 def _mixture_styles(layer: nn.Module, experts: str) -> dict[str, Style]:
-    """Styles of the block that holds the experts, of the experts, and of the router: everything else with parameters in it."""
+    """Styles of the block that holds the experts, of the experts, of shared experts, and of the router: everything else with
+    parameters in it. See [Note: shared experts]."""
     block = experts.rpartition(".")[0]
     inside = {f"{block}.{name}": module for name, module in layer.get_submodule(block).named_modules() if name}
-    routers = {
-        name: WHOLE
-        for name, module in inside.items()
-        if not f"{name}.".startswith(f"{experts}.") and _has_parameters(module)
-    }
-    return {block: MIXTURE, experts: EXPERTS, **routers}
+    styles = {block: MIXTURE, experts: EXPERTS}
+    for name, module in inside.items():
+        if f"{name}.".startswith(f"{experts}.") or not _has_parameters(module):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        shared = all(f"{parent}.{part}" in inside for part in SHARED_EXPERT)
+        styles[name] = SHARED_EXPERT.get(leaf, WHOLE) if shared else WHOLE
+        if styles[name] is PARTIAL_ROWS and getattr(module, "bias", None) is not None:
+            raise UserError(
+                f"the bias of {name} would be added by every tensor rank", remedy="set parallel.tensor to 1"
+            )
+    return styles
 
 
 def _planned_style(full_name: str, plan: Mapping[str, str]) -> str | None:
