@@ -16,6 +16,7 @@ from megatrain.planner.model_cost import ModelShape
 from megatrain.planner.plan import Options, Plan, StepSize
 from megatrain.planner.report import plan_json, plan_text
 from megatrain.planner.run import caps_for, plan_step
+from megatrain.planner.timeline import CODES_RATE
 from megatrain.units import GIB
 
 Shapes = Callable[..., ModelShape]
@@ -78,14 +79,16 @@ def test_20b_needs_smaller_moments_which_the_refusal_says_and_the_plan_follows(
 
 
 def test_smaller_moments_are_updated_faster_as_far_as_the_arithmetic_keeps_up(shape: Shapes, machine: Machines) -> None:
-    def adamw_s(moments: Moments, threads: int | None) -> float:
+    def adamw_s(moments: Moments, threads: int | None, name: str = "qwen3-14b", on: str = "h200") -> float:
         options = Options(optim=AdamW(moments=moments), threads=threads)
-        made = plan_step(shape("qwen3-14b"), machine(), StepSize(32, 1024), options=options)
-        host = sum(n for name, n in shape("qwen3-14b").unit_elements.items() if made.placement[name] == "host")
+        made = plan_step(shape(name), machine(on), StepSize(32, 1024), options=options)
+        host = sum(n for unit, n in shape(name).unit_elements.items() if made.placement[unit] == "host")
         return made.timeline.busy["cpu adamw"] / host
 
     assert adamw_s("fp32", None) / adamw_s("bf16", None) == pytest.approx(26 / 18, rel=0.02)
     assert adamw_s("fp32", 1) == pytest.approx(adamw_s("bf16", 1)), "one thread computes as fast as it can"
+    large = ("qwen3-32b", "h200-1536gib")
+    assert adamw_s("int8", 1, *large) == pytest.approx(adamw_s("fp32", 1, *large) / CODES_RATE), "codes take arithmetic"
 
 
 def test_32b_on_a_large_host(shape: Shapes, machine: Machines) -> None:

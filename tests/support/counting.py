@@ -66,6 +66,9 @@ class CountingEngine(Engine):
         tokens = int((batch["labels"][:, 1:] != -100).sum())
         return EvalResult(self.weight * tokens, tokens)
 
+    def sequence_logprobs(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
     def save(
         self,
         folder: str | Path,

@@ -132,9 +132,9 @@ class SourceConfig(Section):
     weight: PositiveFloat = key(
         1.0, "passes over the source per epoch: 0.5 uses half of its rows, 2 uses each row twice"
     )
-    format: Literal[
-        "auto", "text", "lines", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "tokens"
-    ] = key("auto", "format of the samples; auto: detected from the columns")
+    format: Literal["auto", "text", "lines", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens"] = key(
+        "auto", "format of the samples; auto: detected from the columns"
+    )
     columns: dict[str, str] = key({}, "map of the format's column names to the file's, where they differ")
     ignore: tuple[str, ...] = key(
         (),

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from megatrain.engine.plan import Policy
 from megatrain.machine.machine import Cluster, Machine
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.blocks import CODES
 from megatrain.planner.memory import KEPT_SHARE
 from megatrain.planner.model_cost import LayerCost, ModelShape
 from megatrain.planner.plan import Choice, Cut, Options, StepSize
@@ -45,6 +46,8 @@ EAGER_TIME = 1.33
 FP32_TIME = 8.0
 LAUNCH_S = 0.0006
 """Least time of one layer call, forward or backward: Python and kernel launches."""
+CODES_RATE = 0.27
+"""Rate of AdamW on one host thread with moments in 8-bit codes, over that with fp32 moments."""
 STEP_S = 0.008
 """Batch, embedding, norms, and the synchronisation at the end of the step."""
 GATHER_DELAY, REDUCE_DELAY = 1.1, 0.5
@@ -367,7 +370,10 @@ def _host_rate(machine: Machine, options: Options) -> float:
     threads = host_threads(options)
     rate, count = machine.adamw_rate(threads), threads or machine.threads
     hosts = options.shards / options.local_ranks  # that update one copy of the state together
-    return hosts * min(rate * _smaller(options), max(rate, machine.adamw_rate(1) * count))
+    arithmetic = max(rate, machine.adamw_rate(1) * count)
+    if any(state.dtype in CODES for state in options.optim.states):
+        arithmetic = CODES_RATE * machine.adamw_rate(1) * count
+    return hosts * min(rate * _smaller(options), arithmetic)
 
 
 def _smaller(options: Options) -> float:
