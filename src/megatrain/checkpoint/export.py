@@ -33,10 +33,10 @@ from megatrain.checkpoint.writer import (
 )
 from megatrain.errors import UserError
 from megatrain.host_memory.store import split_
-from megatrain.models.build import build_meta_model, fp32_parameter_names, load_model_config
+from megatrain.models.build import build_meta_model, load_model_config
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.folder import offline
-from megatrain.models.structure import Structure, Unit, dissect, persistent_buffers
+from megatrain.models.structure import Structure, Unit, dissect, fp32_parameter_names, persistent_buffers
 from megatrain.paths import read_json
 from megatrain.units import counted, torch_dtype
 

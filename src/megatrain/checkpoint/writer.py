@@ -42,10 +42,9 @@ from megatrain.checkpoint.format import (
 from megatrain.checkpoint.reader import source_dtype_of
 from megatrain.errors import UserError, WriteFailed
 from megatrain.host_memory.store import UnitPlanes
-from megatrain.models.build import fp32_parameter_names
 from megatrain.models.conversion import to_checkpoint, unit_of_names
 from megatrain.models.folder import TEMPLATE_FOLDER
-from megatrain.models.structure import Structure, Unit
+from megatrain.models.structure import Structure, Unit, fp32_parameter_names
 from megatrain.models.weights import INDEX_FILE, OTHER_FORMATS, split
 from megatrain.optim.spec import OptimizerSpec
 from megatrain.paths import JSON_BYTES, JSON_VALUES, file_problem, json_values, name_problem, read_json

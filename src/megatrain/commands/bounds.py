@@ -23,9 +23,8 @@ from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.objective import cross_entropy_sum
 from megatrain.engine.plan import ExecutionPlan, Policy
 from megatrain.machine.probe import device_seconds, sustained_seconds
-from megatrain.models.build import fp32_parameter_names
 from megatrain.models.shell import Shell
-from megatrain.models.structure import Structure, attention_shape
+from megatrain.models.structure import Structure, attention_shape, fp32_parameter_names
 from megatrain.models.templates import LayerCode, Variant
 from megatrain.planner.model_cost import Arguments, ModelShape, layer_arguments
 from megatrain.planner.plan import SELECTIVE_BUDGET, Cut, Plan

@@ -26,13 +26,12 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as hf_init
-from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
 from megatrain.models.folder import offline, refuse_unsafe_folder
 from megatrain.models.rope import separate_lengths
-from megatrain.models.structure import owner_of
+from megatrain.models.structure import fp32_parameter_names, owner_of
 from megatrain.paths import read_json, shown
 
 IGNORE_IS_DECODER = frozenset({"gpt_neox", "gpt_neox_japanese"})
@@ -219,25 +218,6 @@ def build_from_memory(model: PreTrainedModel, *, compute_dtype: torch.dtype | No
         _settle_parameters(twin, compute_dtype)
     separate_lengths(twin)
     return twin
-
-
-def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> set[str]:
-    """Full names of parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`.
-
-    These are the names in transformers' loading rules, and tensors that the family's code always creates in fp32 (some routers);
-    the latter are found only if the model was built for `compute_dtype`.
-    """
-    if compute_dtype == torch.float32:
-        return set()
-    state = model.state_dict()
-    names: set[str] = set()
-    if model.config.dtype == compute_dtype:
-        names = {name for name, tensor in state.items() if tensor.dtype == torch.float32}
-    plan = model._get_dtype_plan(compute_dtype)
-    if plan:
-        pattern, _, _ = build_glob_alternation(list(plan))
-        names |= {name for name in state if pattern.search(name)}
-    return names
 
 
 def restore_buffers(model: PreTrainedModel, names: Collection[str]) -> None:

@@ -24,6 +24,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from megatrain.errors import UserError
 from megatrain.host_memory.layout import FlatLayout, Shard
@@ -139,9 +141,12 @@ def dissect(model: nn.Module) -> Structure:
         )
     every = model.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, parameter in every if not parameter.requires_grad)
+    # What is computed in fp32 needs all of its bits: it is laid out like what is trained, and not updated.
+    exact = fp32_parameter_names(model, torch.bfloat16) if isinstance(model, PreTrainedModel) else set()
+    weights_alone = frozen - exact
 
     def unit(name: str, prefix: str, shapes: list[tuple[str, tuple[int, ...]]], layer: int | None = None) -> Unit:
-        return Unit(name, prefix, _layout(shapes, [n for n, _ in shapes if prefix + n in frozen]), layer)
+        return Unit(name, prefix, _layout(shapes, [n for n, _ in shapes if prefix + n in weights_alone]), layer)
 
     units = (
         unit("embedding", "", edges["embedding"]),
@@ -149,6 +154,25 @@ def dissect(model: nn.Module) -> Structure:
         unit("head", "", edges["head"]),
     )
     return Structure(model, base_name, layers_name, units, tied, frozen, undecayed_parameters(model))
+
+
+def fp32_parameter_names(model: PreTrainedModel, compute_dtype: torch.dtype) -> set[str]:
+    """Full names of parameters and persistent buffers that transformers keeps in fp32 when a model computes in `compute_dtype`.
+
+    These are the names in transformers' loading rules, and tensors that the family's code always creates in fp32 (some routers);
+    the latter are found only if the model was built for `compute_dtype`.
+    """
+    if compute_dtype == torch.float32:
+        return set()
+    state = model.state_dict()
+    names: set[str] = set()
+    if model.config.dtype == compute_dtype:
+        names = {name for name, tensor in state.items() if tensor.dtype == torch.float32}
+    plan = model._get_dtype_plan(compute_dtype)
+    if plan:
+        pattern, _, _ = build_glob_alternation(list(plan))
+        names |= {name for name in state if pattern.search(name)}
+    return names
 
 
 def undecayed_parameters(model: nn.Module) -> frozenset[str]:

@@ -68,10 +68,10 @@ from megatrain.metrics.laps import Laps
 from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
 from megatrain.models import routers
-from megatrain.models.build import find_model_folder, fp32_parameter_names, refuse_other_config
+from megatrain.models.build import find_model_folder, refuse_other_config
 from megatrain.models.lora import Adapter, Lora, read_adapter
 from megatrain.models.shell import Shell
-from megatrain.models.structure import attention_shape, dissect, persistent_buffers
+from megatrain.models.structure import attention_shape, dissect, fp32_parameter_names, persistent_buffers
 from megatrain.models.trainable import Trainable
 from megatrain.models.weights import copy_from_memory, initialize
 from megatrain.optim.spec import MASTER_BYTES, OptimizerSpec

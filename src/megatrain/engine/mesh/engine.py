@@ -56,9 +56,9 @@ from megatrain.engine.objective import CrossEntropy, Objective, StepTotals
 from megatrain.errors import Aftermath, UserError
 from megatrain.metrics.record import MeshRecord
 from megatrain.models import routers
-from megatrain.models.build import dropout_keys, find_model_folder, fp32_parameter_names, refuse_other_config
+from megatrain.models.build import dropout_keys, find_model_folder, refuse_other_config
 from megatrain.models.conversion import unit_of_names
-from megatrain.models.structure import attention_shape, dissect, persistent_buffers
+from megatrain.models.structure import attention_shape, dissect, fp32_parameter_names, persistent_buffers
 from megatrain.models.templates import LayerCode, template_groups
 from megatrain.models.weights import copy_from_memory, initialize
 from megatrain.optim.spec import OptimizerSpec
