@@ -542,7 +542,8 @@ def test_rss_is_flat_over_twenty_saves(tmp_path: Path) -> None:
             sizes.append(process.memory_info().rss)
         size = state_bytes(engine)
     assert size > 20 << 20
-    assert sizes[-1] - sizes[5] < size / 10, [rss >> 10 for rss in sizes]
+    # The collector may give back some memory that is used again: compare with the most of the first saves.
+    assert sizes[-1] - max(sizes[:6]) < size / 10, [rss >> 10 for rss in sizes]
 
 
 # ------------------------------------------------------------------ loads
