@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from megatrain.commands.work import folder_of, structure_of
 from megatrain.device.attention import fastest_attention, measured_backends
-from megatrain.machine.probe import device_seconds
+from megatrain.machine.timing import device_seconds
 from megatrain.models.structure import Structure, attention_shape
 from megatrain.models.templates import LayerCode
 from megatrain.planner.model_cost import layer_arguments

@@ -22,7 +22,7 @@ from megatrain.commands.work import Work
 from megatrain.device.attention import attention_order, fastest_attention
 from megatrain.engine.objective import cross_entropy_sum
 from megatrain.engine.plan import ExecutionPlan, Policy
-from megatrain.machine.probe import device_seconds, sustained_seconds
+from megatrain.machine.timing import device_seconds, sustained_seconds
 from megatrain.models.shell import Shell
 from megatrain.models.structure import Structure, attention_shape, fp32_parameter_names
 from megatrain.models.templates import LayerCode, Variant

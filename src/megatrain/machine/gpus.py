@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +21,7 @@ import torch
 from megatrain.host_memory.arena import PinRefused, two_pinned
 from megatrain.host_memory.available import read_kernel_file
 from megatrain.machine.system import SYS, bus_id, cpu_list, device_node, pci_folder
+from megatrain.machine.timing import seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +82,13 @@ def link_rates(links: Mapping[int, Copies], nbytes: int) -> tuple[dict[int, floa
 def _seconds(links: Sequence[Copies]) -> float:
     """Median seconds until all links have ended copies that begin together, after one warm-up."""
 
-    def timed() -> float:
-        started = time.perf_counter()
+    def copy() -> None:
         for link in links:
             link.begin()
         for link in links:
             link.wait()
-        return time.perf_counter() - started
 
-    timed()
-    return statistics.median(timed() for _ in range(3))
+    return seconds_of(copy)
 
 
 class _PinnedCopies:
@@ -132,15 +128,12 @@ def _copy_seconds(target: torch.device, source: torch.device, nbytes: int) -> fl
     to = torch.empty(nbytes, dtype=torch.uint8, device=target)
     from_ = torch.ones(nbytes, dtype=torch.uint8, device=source)
 
-    def timed() -> float:
-        started = time.perf_counter()
+    def copy() -> None:
         to.copy_(from_)
         torch.cuda.synchronize(source)
         torch.cuda.synchronize(target)
-        return time.perf_counter() - started
 
-    timed()
-    return statistics.median(timed() for _ in range(3))
+    return seconds_of(copy)
 
 
 def pairs_without_peer_access(gpus: Sequence[torch.device]) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megatrain.device.allocator import configure_allocator
-from megatrain.device.attention import elapsed_ms, measured_backends
+from megatrain.device.attention import measured_backends
 from megatrain.errors import UserError
 from megatrain.host_memory.arena import Arena, PinRefused
 from megatrain.host_memory.available import available_host_bytes
@@ -29,6 +28,7 @@ from megatrain.host_memory.store import UnitPlanes
 from megatrain.machine.gpus import facts_of_gpus
 from megatrain.machine.machine import LONG_ROW, SHORT_ROW, Machine, machine_from
 from megatrain.machine.system import bus_id, device_link, device_node, node_cpus, usable_cores
+from megatrain.machine.timing import device_seconds, seconds_of
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.spec import Segment, StepCoefficients, segments_of
 from megatrain.optim.updater import CpuUpdater
@@ -263,46 +263,6 @@ def matrix_tflops(gpu: torch.device) -> float:
         seconds = device_seconds(functools.partial(torch.mm, left, right), gpu, repeat=10)
         best = max(best, 2 * rows * inner * columns / 1e12 / seconds)
     return round(best, 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Timing
-
-
-def seconds_of(run: Callable[[], object], repeat: int = 3) -> float:
-    """Median wall time of a call, after one warm-up call."""
-
-    def timed() -> float:
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
-
-    run()
-    return statistics.median(timed() for _ in range(repeat))
-
-
-def device_seconds(run: Callable[[], object], device: torch.device, repeat: int = 5) -> float:
-    """Median seconds that a call takes on the device's current stream, after two warm-up calls. Wall time on a CPU."""
-    if device.type != "cuda":
-        return seconds_of(run, repeat)
-    run()
-    run()
-    return statistics.median(elapsed_ms(run) for _ in range(repeat)) / 1e3
-
-
-def sustained_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Mean seconds of a call made `times` times back to back, after two warm-up calls.
-
-    This sees the clock rate that the device can sustain; `device_seconds` sees that of a short burst.
-    """
-
-    def all_of_them() -> None:
-        for _ in range(times):
-            run()
-
-    run()
-    run()
-    return (elapsed_ms(all_of_them) / 1e3 if device.type == "cuda" else seconds_of(all_of_them, 1)) / times
 
 
 # ---------------------------------------------------------------------------------------------------------------------
