@@ -12,12 +12,12 @@ The answers `chosen` and `rejected` are texts, messages or lists of messages. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatrain.data.conversations import chat_of, from_json, is_empty, question_of, string, turns_of
 from megatrain.data.samples import ChatSample, Fields, PairSample, PromptSample, Sample, SampleRejected
+from megatrain.data.values import common_prefix
 
 Messages = list[dict[str, Any]]
 
@@ -91,9 +91,10 @@ def _texts(fields: Fields, chosen: str, rejected: str) -> PairSample:
 
 
 def _chats(fields: Fields, chosen: Messages, rejected: Messages) -> PairSample:
-    given, prompt = _prompt_messages(fields), string_or_none(fields.get("prompt"))
+    given, prompt = _prompt_messages(fields), fields.get("prompt")
+    prompt = prompt if isinstance(prompt, str) else None
     if all(said[0]["role"] != "assistant" for said in (chosen, rejected)):
-        before = [a for a, _ in zip(chosen, rejected, strict=False)][: _common(chosen, rejected)]
+        before = chosen[: common_prefix(chosen, rejected)]
         if given is not None and given != before and given not in (chosen, rejected):
             raise SampleRejected("whole conversations as answers, and another prompt beside them")
         if prompt and prompt not in [message.get("content") for message in before]:
@@ -145,20 +146,9 @@ def _messages(value: Any) -> Messages:
     return turns_of(turns, *(("from", "value") if sharegpt else ("role", "content")))[0]
 
 
-def string_or_none(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Number of messages with which both begin."""
-    pairs = zip(chosen, rejected, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-
-
 def _common_text(chosen: str, rejected: str) -> str:
     """What both begin with, without the beginning of a word, and without the space before the first different one."""
-    places = zip(chosen, rejected, strict=False)
-    shared = chosen[: next((i for i, (a, b) in enumerate(places) if a != b), min(len(chosen), len(rejected)))]
+    shared = chosen[: common_prefix(chosen, rejected)]
     if any(len(text) > len(shared) and not text[len(shared)].isspace() for text in (chosen, rejected)):
         while shared and not shared[-1].isspace():
             shared = shared[:-1]

@@ -40,7 +40,7 @@ from megatrain.data.coverage import Coverage
 from megatrain.data.formats import ChatSample, SampleRejected
 from megatrain.data.specials import MARK
 from megatrain.data.template_names import TemplateNames, names_of
-from megatrain.data.values import WrittenObject, dumps
+from megatrain.data.values import WrittenObject, common_prefix, dumps
 from megatrain.errors import UserError
 from megatrain.units import counted
 
@@ -218,7 +218,7 @@ class ChatRenderer:
         if not tagged:
             begin += len(self._header(sample, turn, prompt, text))
             return Rendered(text, ((begin, len(text)),), (begin,))
-        history = _common_prefix(self._text(before, sample), text)
+        history = common_prefix(self._text(before, sample), text)
         spans = tuple((first, last) for first, last in marks if first >= history and last > first)
         if not spans:
             what = f"{self.name} marks no token of an assistant message as generated, so nothing would be trained"
@@ -248,7 +248,7 @@ class ChatRenderer:
             found = marked.removeprefix(prompt).partition(SENTINEL)
             header = found[0] if marked.startswith(prompt) and found[1] else ""
             # After `[/INST]` the model itself writes the space before its first word.
-            header = header[: _common_prefix(header, answer)] if header.strip() else ""
+            header = header[: common_prefix(header, answer)] if header.strip() else ""
             self._headers[kind] = header
         if header:
             what = f"writes no generation prompt: generation must begin after {header!r}, which no tool adds by itself"
@@ -261,7 +261,7 @@ class ChatRenderer:
         An opened thought is continued with the record's thought, or closed if it has none, as the model must do at inference.
         """
         history = self._text(sample.messages[:turn], sample) if turn else ""
-        shared = _common_prefix(prompt, text)
+        shared = common_prefix(prompt, text)
         if not text.startswith(history) or shared < len(history):
             answer = self._answer_after(
                 sample, turn, prompt.removeprefix(history) if prompt.startswith(history) else "", text
@@ -311,7 +311,7 @@ class ChatRenderer:
         Some templates render earlier messages otherwise once the answer is there: gpt-oss drops the thoughts before it.
         """
         marked = self._text([*sample.messages[:turn], {"role": "assistant", "content": SENTINEL}], sample)
-        at = text.rfind(generation_prompt, 0, _common_prefix(marked, text)) if generation_prompt else -1
+        at = text.rfind(generation_prompt, 0, common_prefix(marked, text)) if generation_prompt else -1
         return text[at + len(generation_prompt) :] if at >= 0 else ""
 
     def _ended(self, sample: ChatSample, turn: int, rendered: Rendered) -> Rendered:
@@ -556,13 +556,6 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
         return call
     text = arguments.written if isinstance(arguments, WrittenObject) else dumps(arguments)
     return {**call, "function": {**call["function"], "arguments": text}}
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix."""
-    if b.startswith(a):
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _around(text: str, place: int) -> str:

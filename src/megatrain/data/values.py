@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatrain.data.samples import SampleRejected
@@ -182,3 +182,10 @@ def _is_unicode(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two texts, or of two lists."""
+    if a == b[: len(a)]:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
