@@ -215,13 +215,14 @@ def find_targets(
 
 def cross_entropy_sum(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Sum of the cross entropies, a scalar in fp32 (fp64 for fp64 logits). Ignored labels count as zero."""
-    return F.cross_entropy(_wide(logits_NV), labels_N, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide(logits_NV), labels_N, ignore_index=IGNORED, reduction="sum")
 
 
 def token_logprobs(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Log-probability of each label, (N,) in fp32 (fp64 for fp64 logits). Ignored labels have zero."""
-    return -F.cross_entropy(_wide(logits_NV), labels_N, ignore_index=IGNORED, reduction="none")
+    return -F.cross_entropy(wide(logits_NV), labels_N, ignore_index=IGNORED, reduction="none")
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def wide(logits: torch.Tensor) -> torch.Tensor:
+    """In fp32; fp64 stays."""
     return logits if logits.dtype == torch.float64 else logits.float()

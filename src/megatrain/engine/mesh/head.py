@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatrain.engine.objective import IGNORED
+from megatrain.engine.objective import IGNORED, wide
 
 HEAD_CHUNK_TOKENS = 4096
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -169,7 +169,7 @@ class _Loss(torch.autograd.Function):
 
 def largest_logit(logits_nW: torch.Tensor) -> torch.Tensor:
     """(n,), the largest logit of each token on this rank, in fp32 (fp64 for fp64 logits)."""
-    return _wide(logits_nW.amax(dim=1))
+    return wide(logits_nW.amax(dim=1))
 
 
 def exponential_sums(logits_nW: torch.Tensor, labels_n: torch.Tensor, largest_n: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def exponential_sums(logits_nW: torch.Tensor, labels_n: torch.Tensor, largest_n:
     # Mixed operands: the difference is computed in the wider type, without a wide copy of the logits.
     sums_n = torch.sub(logits_nW, largest_n[:, None]).exp_().sum(dim=1)
     here_n = (labels_n >= 0) & (labels_n < logits_nW.shape[1])
-    logit_n = _wide(logits_nW.gather(1, _inside(labels_n, logits_nW)[:, None])[:, 0])
+    logit_n = wide(logits_nW.gather(1, _inside(labels_n, logits_nW)[:, None])[:, 0])
     return torch.stack([sums_n, torch.where(here_n, logit_n - largest_n, 0.0)])
 
 
@@ -201,10 +201,6 @@ def _inside(labels_n: torch.Tensor, logits_nW: torch.Tensor) -> torch.Tensor:
     return labels_n.clamp(0, logits_nW.shape[1] - 1)
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dtype == torch.float64 else values.float()
-
-
 def _zero(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
@@ -213,4 +209,4 @@ def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.T
     """The sum, in fp32 from the second chunk on: a single chunk's gradient is not copied."""
     if total is None or gradient is None:
         return gradient if total is None else total
-    return _wide(total).add_(gradient)
+    return wide(total).add_(gradient)
