@@ -25,7 +25,7 @@ from torch import nn
 
 from megatrain.errors import UserError
 from megatrain.host_memory.store import HostStore, UnitPlanes
-from megatrain.models.structure import dissect
+from megatrain.models.structure import Structure, dissect
 
 NAME = "default"
 """The adapter's name in peft."""
@@ -165,6 +165,28 @@ class Adapter:
         config = copy.deepcopy(self.config)
         config.base_model_name_or_path, config.inference_mode = base, True
         config.save_pretrained(str(folder))
+
+    def load(self, folder: str | Path, structure: Structure, store: HostStore) -> None:
+        """Set the masters of the adapter from a PEFT adapter folder.
+
+        Raises:
+            UserError: It is an adapter of other modules or of another rank; nothing was changed.
+        """
+        own = {
+            name: (unit, local)
+            for unit in structure.units
+            for local, name in unit.full_names()
+            if name not in self.original
+        }
+        tensors = read_adapter(folder, own)
+        for name, value in tensors.items():
+            unit, local = own[name]
+            if value.shape != (shape := unit.layout.by_name[local].shape):
+                what = f"{name} has shape {tuple(value.shape)}, the engine's {shape}"
+                raise UserError(what, str(folder), "set lora.rank as it was trained")
+        for name, value in tensors.items():
+            unit, local = own[name]
+            store.units[unit.name].write_master(local, value)
 
 
 class _BasePlanes:

@@ -142,7 +142,7 @@ def dissect(model: nn.Module) -> Structure:
     every = model.named_parameters(remove_duplicate=False)
     frozen = frozenset(name for name, parameter in every if not parameter.requires_grad)
     # What is computed in fp32 needs all of its bits: it is laid out like what is trained, and not updated.
-    exact = fp32_parameter_names(model, torch.bfloat16) if isinstance(model, PreTrainedModel) else set()
+    exact = fp32_parameter_names(model, torch.bfloat16) if frozen and isinstance(model, PreTrainedModel) else set()
     weights_alone = frozen - exact
 
     def unit(name: str, prefix: str, shapes: list[tuple[str, tuple[int, ...]]], layer: int | None = None) -> Unit:

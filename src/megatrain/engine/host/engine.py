@@ -69,7 +69,7 @@ from megatrain.metrics.record import MeshRecord
 from megatrain.metrics.spans import Span
 from megatrain.models import routers
 from megatrain.models.build import find_model_folder, refuse_other_config
-from megatrain.models.lora import Adapter, Lora, read_adapter
+from megatrain.models.lora import Adapter, Lora
 from megatrain.models.shell import Shell
 from megatrain.models.structure import attention_shape, dissect, fp32_parameter_names, persistent_buffers
 from megatrain.models.trainable import Trainable
@@ -167,7 +167,7 @@ class HostEngine(Engine):
         self.source_folder = None if isinstance(model, nn.Module) else find_model_folder(model)
         self.config, self.buffers = meta.config, dict(meta.named_buffers())
         self.adapter = Adapter(meta, lora) if lora is not None else None
-        if self.adapter is not None and lora is not None and lora.dropout and self._shards.many:
+        if lora is not None and lora.dropout and self._shards.many:
             raise UserError("dropout of the adapter needs a single process", "train.lora.dropout", "set it to 0")
         if trainable is not None:
             trainable.apply(meta)
@@ -571,8 +571,8 @@ class HostEngine(Engine):
                         if self._device_side.route is Route.ACCUMULATE:
                             squares = shards.total_of(self._optimizer.squared_norm())
             # `wait` adds up figures, which are equal on all ranks, and the squares of every replica of the gradient.
-            routers = {n: v / shards.world for n, v in zip(figures, found, strict=True)}
-            return loss, squares / shards.replicas, metrics, routers
+            routed = {n: v / shards.world for n, v in zip(figures, found, strict=True)}
+            return loss, squares / shards.replicas, metrics, routed
 
         loss_sum, squares, metric_sums, routing = self._until_it_fits(batch, compute, training=True)
         norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
@@ -700,13 +700,11 @@ class HostEngine(Engine):
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter as a folder that `peft.PeftModel.from_pretrained` loads, in fp32. Collective; rank 0 writes."""
         self._refuse_closed()
-        if self.adapter is None:
-            raise UserError("the engine trains no adapter", "HostEngine.save_adapter", "give it lora=Lora(...)")
-        parameters = self.named_parameters()
+        adapter, parameters = self._trained_adapter("save_adapter"), self.named_parameters()
         base = str(self.source_folder) if self.source_folder is not None else None
-        own = [(name, value) for name, value in parameters if name not in self.adapter.original]
+        own = [(name, value) for name, value in parameters if name not in adapter.original]
         if self._shards.rank == 0:
-            self.adapter.save(folder, own, base)
+            adapter.save(folder, own, base)
 
     def load_adapter(self, folder: str | Path) -> None:
         """Set the adapter's weights from a PEFT adapter folder. Moments and step are not changed.
@@ -715,32 +713,20 @@ class HostEngine(Engine):
             UserError: It is an adapter of other modules or of another rank; nothing was changed.
         """
         self._refuse_closed()
-        if self.adapter is None:
-            raise UserError("the engine trains no adapter", "HostEngine.load_adapter", "give it lora=Lora(...)")
+        adapter = self._trained_adapter("load_adapter")
         self.synchronize()
-        own = {
-            name: (unit, local)
-            for unit in self.structure.units
-            for local, name in unit.full_names()
-            if name not in self.adapter.original
-        }
-        tensors = read_adapter(folder, own)
-        for name, value in tensors.items():
-            unit, local = own[name]
-            if value.shape != (shape := unit.layout.by_name[local].shape):
-                what = f"{name} has shape {tuple(value.shape)}, the engine's {shape}"
-                raise UserError(what, str(folder), "set lora.rank as it was trained")
-        for name, value in tensors.items():
-            unit, local = own[name]
-            self.store.units[unit.name].write_master(local, value)
+        adapter.load(folder, self.structure, self.store)
         self._streams.synchronize()
         self._device_side.weights.drop_all()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Inside, the engine computes with the base alone, for evaluations: the reference of a preference objective."""
+        return self._trained_adapter("adapter_off").off()
+
+    def _trained_adapter(self, method: str) -> Adapter:
         if self.adapter is None:
-            raise UserError("the engine trains no adapter", "HostEngine.adapter_off", "give it lora=Lora(...)")
-        return self.adapter.off()
+            raise UserError("the engine trains no adapter", f"HostEngine.{method}", "give it lora=Lora(...)")
+        return self.adapter
 
     def prepare_save(self, buffer_bytes: int | None = None) -> None:
         """See `Engine.prepare_save`. Without a save to follow, the memory is held until `close`."""
