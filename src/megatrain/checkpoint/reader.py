@@ -192,7 +192,9 @@ class OpenCheckpoint:
         """
         names = {full for _, full in unit.full_names()}
         shapes = {full: unit.layout.by_name[local].shape for local, full in unit.full_names()}
-        if any(self._states[key].dtype(key) in CODES for key in self._states):
+        assert self._optim is not None
+        keys = [state_key(state.name, full) for state in self._optim.states for full in names]
+        if any(self._states[key].dtype(key) in CODES for key in keys):
             return None
         if set(self._plan.units.get(unit.name, [])) != names or not all(self._is_plain(n, shapes[n]) for n in wanted):
             return None

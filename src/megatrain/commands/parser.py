@@ -248,7 +248,12 @@ def _add_shape(command: argparse._ActionsContainer, required: bool) -> None:
     gpus = "processes, one for each GPU, that share the model's state (default: all visible GPUs; 1 on a CPU)"
     add("--gpus", type=_positive, metavar="N", help=gpus)
     add("--device-gib", type=float, metavar="X", help="limit on device memory [GiB]")
-    add("--device-fraction", type=float, metavar="X", help="share of it that the plan may fill (default: 0.92)")
+    add(
+        "--device-fraction",
+        type=float,
+        metavar="X",
+        help="share of it that the plan may fill (default: auto)",
+    )
     add("--host-gib", type=float, metavar="X", help="limit on host memory [GiB]")
     add("--machine", metavar="FILE", help="plan with the figures in FILE instead of measuring")
     instead = "set an option of the engine, instead of the plan's choice"
