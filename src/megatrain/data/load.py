@@ -250,9 +250,11 @@ def _segments(data: DataConfig, part: Part, seed: int, log: Log) -> packing.Segm
     def targets_in(sample: int, offset: int, length: int) -> int:
         return int(store.run(sample, offset, length)[1].sum())
 
+    if store.grouped and data.overflow == "split":
+        raise UserError("two sequences that are compared cannot be split", "data.overflow", "use drop or truncate")
     cut = (chosen, lengths, data.max_tokens, data.overflow, targets_in)
     pieces = packing.cut_groups(*cut, data.packing) if store.grouped else packing.cut_samples(*cut)
-    count, noun = (len(lengths) // 2, "group of two sequences") if store.grouped else (len(lengths), "sample")
+    count, noun, others = (len(lengths) // 2, "group", "") if store.grouped else (len(lengths), "sample", " or split")
     if pieces.too_long:
         lost = f"; {pieces.lost:,} left out" if pieces.lost else ""
         share = pieces.too_long / count
@@ -261,7 +263,7 @@ def _segments(data: DataConfig, part: Part, seed: int, log: Log) -> packing.Segm
             f"({share:.1%}) longer than {data.max_tokens} tokens: {data.overflow}{lost}"
         )
         much = data.overflow == "drop" and share > MUCH_DROPPED
-        log(f"warning: {text}; raise data.max_tokens, or set data.overflow to truncate or split" if much else text)
+        log(f"warning: {text}; raise data.max_tokens, or set data.overflow to truncate{others}" if much else text)
     if not data.packing:
         return packing.one_per_row(pieces)
     return packing.pack(pieces, data.max_tokens, seed, of=2 if store.grouped else 1)
@@ -280,8 +282,9 @@ def _refuse_overflow(parts: Sequence[Part], max_tokens: int, packed: bool) -> No
         noun = ("groups, of two sequences in one row," if packed else "groups") if grouped else "samples"
         lines.append(f"{part.source.path}: {long:,} of {len(lengths):,} {noun} longer than {max_tokens} tokens")
     if lines:
+        ways = "drop or truncate" if any(part.store.grouped for part in parts) else "drop, truncate or split"
         raise UserError(
             "; ".join(lines) + f"; the longest has {longest[0]:,} ({longest[1]})",
             where="data.max_tokens",
-            remedy=f"raise data.max_tokens to {longest[0]}, or set data.overflow to drop, truncate or split",
+            remedy=f"raise data.max_tokens to {longest[0]}, or set data.overflow to {ways}",
         )

@@ -72,9 +72,7 @@ class RowGroup:
     segments: Segments
     max_tokens: int  # length limit of a row
     padded: bool  # whether rows are padded to max_tokens; otherwise to the longest row of the batch
-    reference: np.ndarray | None = (
-        None  # (S,) fp32: the reference's log-probability of each segment, of a store of groups
-    )
+    reference: np.ndarray | None = None  # of a store of groups: (segments,) fp32, log-probabilities by the reference
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -141,9 +139,7 @@ class PackedRows:
 
     groups: tuple[RowGroup, ...]
     max_tokens: int
-    packing: (
-        bool  # samples share rows; else a batch is padded to its longest row and has an attention mask, no document ids
-    )
+    packing: bool  # samples share rows; else a batch is padded to its longest row and has no document ids
     pad_id: int
 
     def __len__(self) -> int:
