@@ -7,26 +7,21 @@ Writes one JSON line per case as soon as it ends: the results of both engines, o
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import gc
-import json
 import tempfile
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 import families
 from engines import host_engine
+from gpu_cases import arguments, run_cases
 from megatrain.engine.mesh.engine import MeshEngine
 from megatrain.engine.mesh.layout import Layout, MeshPlan
 from megatrain.optim.adamw import AdamW
 
 OPTIM = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
-CASE_LIMIT_S = 120
 
 
 @dataclass(frozen=True)
@@ -86,22 +81,9 @@ def run(case: GpuCase, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--device", default="cuda")
-    given = parser.parse_args()
-    faulthandler.enable()
+    given = arguments(__doc__)
     print(f"torch {torch.__version__}, {torch.cuda.device_count()} CUDA devices", flush=True)
-    for case in CASES:
-        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
-        try:
-            found = run(case, given.device)
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-        faulthandler.cancel_dump_traceback_later()
-        with given.results.open("a") as file:
-            file.write(json.dumps({"case": str(case), **found}) + "\n")
-        gc.collect()
+    run_cases(CASES, partial(run, device=given.device), given.results)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,11 @@ and the losses of one device alone.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import hashlib
-import json
 import random
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +20,12 @@ import torch.distributed as dist
 
 import families
 from engines import host_engine
+from gpu_cases import arguments, run_cases
 from megatrain.device.streams import Streams
 from megatrain.engine.mesh import launch
 from megatrain.optim.adamw import AdamW
 
 OPTIM = AdamW(learning_rate=1e-3, max_grad_norm=1.0)
-CASE_LIMIT_S = 120
 
 
 @dataclass(frozen=True)
@@ -105,24 +101,10 @@ def run(case: RankGpuCase, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--device", default="cuda")
-    given = parser.parse_args()
-    faulthandler.enable()
+    given = arguments(__doc__)
     device = launch.device_of_rank(given.device)
     launch.join(device)
-    for case in CASES:
-        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
-        try:
-            found = run(case, device)
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-            print(found["error"], flush=True)
-        faulthandler.cancel_dump_traceback_later()
-        if dist.get_rank() == 0:
-            with given.results.open("a") as file:
-                file.write(json.dumps({"case": str(case), **found}) + "\n")
+    run_cases(CASES, partial(run, device=device), given.results, writes=dist.get_rank() == 0)
     dist.destroy_process_group()
 
 
