@@ -1,4 +1,4 @@
-"""Moments in bf16: rounded at random without bias, by the seed, the step and the element alone."""
+"""Moments that are rounded at random: by the seed, the step and the element alone; those in bf16 without bias."""
 
 from __future__ import annotations
 
@@ -7,99 +7,69 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain.errors import UserError
-from megatrain.host_memory.layout import FlatLayout
-from megatrain.host_memory.store import UnitPlanes, split_
+from megatrain.host_memory.layout import BLOCK_ELEMENTS
 from megatrain.optim import rounding
-from megatrain.optim.adamw import AdamW
+from megatrain.optim.adamw import AdamW, Moments
 from megatrain.optim.rounding import noise, round_, step_key, unit_key
 from megatrain.optim.spec import Segment
+from moment_planes import N, assert_same_bits, bits, gradient, make_planes, train
 
-N = (1 << rounding.BLOCK_BITS) + 4999
-"""More than a block, and odd."""
-
-
-def make_planes(split: bool, start: int = 0, numel: int = N, name: str = "layer.3", device: str = "cpu") -> UnitPlanes:
-    master = torch.randn(N + 9, generator=torch.Generator().manual_seed(0))[start : start + numel]
-    planes: dict[str, Tensor] = {kind: torch.zeros(numel, dtype=torch.bfloat16) for kind in "mv"}
-    if split:
-        planes = {"hi": torch.empty(numel, dtype=torch.bfloat16), "lo": torch.empty(numel, dtype=torch.int16), **planes}
-        split_(master, planes["hi"], planes["lo"])
-    else:
-        planes = {"hi": master.clone(), **planes}
-    placed = {kind: plane.to(device) for kind, plane in planes.items()}
-    return UnitPlanes.of(name, FlatLayout((), N + 9), placed, start=start)
+ROUNDED = pytest.mark.parametrize("moments", ["bf16", "int8"])
 
 
-def gradient(step: int, start: int = 0, numel: int = N) -> Tensor:
-    return torch.randn(N + 9, generator=torch.Generator().manual_seed(step))[start : start + numel] * 1e-3
-
-
-def train(planes: UnitPlanes, steps: int, seed: int = 5, piece: int = N, first: int = 1) -> None:
-    optim = AdamW(moments="bf16", seed=seed)
-    for step in range(first, first + steps):
-        grad = gradient(step, planes.start, planes.numel)
-        kernel, coefficients = optim.host_kernel(planes, grad), optim.coefficients(step, 1e-3, 0.5)
-        scalars = coefficients.scalars(Segment(0, planes.numel, 0.1, 1.0))
-        for start in range(0, planes.numel, piece):
-            kernel(start, min(start + piece, planes.numel), scalars)
-
-
-def bits(planes: UnitPlanes) -> dict[str, Tensor]:
-    integers = {2: torch.int16, 4: torch.int32}
-    return {kind: plane.cpu().view(integers[plane.element_size()]) for kind, plane in planes.state().items()}
-
-
-def assert_same_bits(one: UnitPlanes, other: UnitPlanes) -> None:
-    for (kind, plane), expected in zip(bits(one).items(), bits(other).values(), strict=True):
-        assert torch.equal(plane, expected), kind
-
-
+@ROUNDED
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-def test_kernel_and_torch_reference_give_the_same_bits(split: bool) -> None:
-    planes, expected, optim = make_planes(split), make_planes(split), AdamW(moments="bf16", seed=5)
-    train(planes, 4)
+def test_kernel_and_torch_reference_give_the_same_bits(moments: Moments, split: bool) -> None:
+    planes, expected = make_planes(moments, split), make_planes(moments, split)
+    optim = AdamW(moments=moments, seed=5)
+    train(moments, planes, 4)
     for step in range(1, 5):
         segments, coefficients = [Segment(0, N, 0.1, 1.0)], optim.coefficients(step, 1e-3, 0.5)
-        optim.update_unit_(expected, gradient(step), segments, coefficients)
+        optim.update_unit_(expected, gradient(moments, step), segments, coefficients)
     assert_same_bits(planes, expected)
     assert planes.states["v"].count_nonzero() > N // 2
+    if moments == "int8":
+        assert planes.states["m"].min() < -100 and planes.states["m"].max() > 100
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 def test_the_gpu_kernel_gives_the_same_bits(split: bool) -> None:
-    planes, resident, optim = make_planes(split, 7, N - 7), make_planes(split, 7, N - 7, device="cuda"), AdamW()
-    train(planes, 4)
+    planes, resident = (make_planes("bf16", split, 7, N - 7, device=device) for device in ("cpu", "cuda"))
+    train("bf16", planes, 4)
     optim = AdamW(moments="bf16", seed=5)
     for step in range(1, 5):
-        grad, coefficients = gradient(step, 7, N - 7).cuda(), optim.coefficients(step, 1e-3, 0.5)
+        grad, coefficients = gradient("bf16", step, 7, N - 7).cuda(), optim.coefficients(step, 1e-3, 0.5)
         optim.update_on_device(resident, grad, [Segment(0, N - 7, 0.1, 1.0)], coefficients)
     assert_same_bits(resident, planes)
 
 
-def test_bits_do_not_depend_on_pieces_or_shards() -> None:
-    whole, pieces = make_planes(True), make_planes(True)
-    train(whole, 3)
-    train(pieces, 3, piece=300_007)
+@pytest.mark.parametrize(("moments", "piece", "border"), [("bf16", 300_007, 100), ("int8", 4096 * 21, 256)])
+def test_bits_do_not_depend_on_pieces_or_shards(moments: Moments, piece: int, border: int) -> None:
+    whole, pieces = make_planes(moments, True), make_planes(moments, True)
+    train(moments, whole, 4)
+    train(moments, pieces, 4, piece=piece)
     assert_same_bits(pieces, whole)
-    cut = (1 << rounding.BLOCK_BITS) - 100
+    cut = (1 << rounding.BLOCK_BITS) - border
     for start, numel in ((0, cut), (cut, N - cut)):
-        shard = make_planes(True, start, numel)
-        train(shard, 3)
-        for kind, plane in bits(shard).items():
-            assert torch.equal(plane, bits(whole)[kind][start : start + numel]), (kind, start)
+        shard = make_planes(moments, True, start, numel)
+        train(moments, shard, 4)
+        for kind, plane in shard.state().items():
+            step = BLOCK_ELEMENTS if kind.endswith(".scale") else 1
+            wanted = whole.state()[kind][start // step :][: plane.numel()]
+            assert torch.equal(plane.view(torch.uint8), wanted.view(torch.uint8)), (kind, start)
 
 
-def test_a_resumed_run_continues_with_the_same_bits_and_another_seed_with_others() -> None:
-    whole, resumed, other = make_planes(True), make_planes(True), make_planes(True)
-    train(whole, 4)
-    train(resumed, 2)
-    train(resumed, 2, first=3)
+@ROUNDED
+def test_a_resumed_run_continues_with_the_same_bits_and_another_seed_with_others(moments: Moments) -> None:
+    whole, resumed, other = (make_planes(moments, True) for _ in range(3))
+    train(moments, whole, 4)
+    train(moments, resumed, 2)
+    train(moments, resumed, 2, first=3)
     assert_same_bits(resumed, whole)
-    train(other, 4, seed=6)
+    train(moments, other, 4, seed=6)
     assert not torch.equal(bits(other)["m"], bits(whole)["m"])
 
 
@@ -129,7 +99,7 @@ def test_rounding_has_no_bias_and_keeps_what_bf16_holds() -> None:
 def test_a_second_moment_moves_where_rounding_to_nearest_stalls() -> None:
     """Constant gradients of 1: v goes from 0.5 to 1 in some thousands of steps of a thousandth of the difference."""
     start, gradients = 0.9, torch.ones(512)
-    planes = make_planes(False, 0, 512)
+    planes = make_planes("bf16", False, 0, 512)
     planes.states["v"].fill_(start)
     exact, nearest = torch.full((512,), start), torch.full((512,), start, dtype=torch.bfloat16)
     optim = AdamW(moments="bf16")
