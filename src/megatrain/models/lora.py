@@ -98,7 +98,7 @@ class Adapter:
             ) from error
         for module in model.modules():
             if hasattr(module, "reset_lora_parameters"):
-                # What it was injected with names its place, and would make each layer a template of its own.
+                # These keywords name the place of the module: no two layers would share a template.
                 module.kwargs = {}  # type: ignore[assignment]
         plain = dict(self.plain.model.named_parameters(remove_duplicate=False))
         self.original: dict[str, str] = {}

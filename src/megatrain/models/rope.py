@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a length: every document gets those of its own.
+"""Rotary embeddings whose frequencies depend on a length: each document gets those of its length.
 
 [Note: frequencies by length]
 Two scalings of rotary embeddings look at the length of the sequence. `longrope` (Phi 3) has two sets of frequencies, for
@@ -48,7 +48,7 @@ def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def separate_lengths(model: nn.Module) -> None:
-    """Let every document of a batch have the frequencies of its own length. See [Note: frequencies by length].
+    """Give each document of a batch the frequencies of its length. See [Note: frequencies by length].
 
     Changes modules that follow transformers' `dynamic_rope_update`; others are found by the parity check.
     """
