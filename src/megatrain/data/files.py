@@ -69,8 +69,8 @@ def readable(file: Path) -> bool:
 def kind_of(file: Path, plain: bool = False, columns: tuple[str, ...] = ()) -> str | None:
     """The kind of a file: by its suffix, and for plain text (`txt`, or None for an unknown suffix) by its content too.
 
-    JSON lines and JSON arrays whose objects are samples are read as samples, whatever the file's name: as plain text, their braces
-    would be trained.
+    JSON lines and JSON arrays whose objects are samples are read as samples, whatever the file's name: as plain text, their
+    braces would be trained.
 
     Args:
         plain: The user wants plain text.
