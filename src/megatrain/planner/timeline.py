@@ -46,8 +46,8 @@ EAGER_TIME = 1.33
 FP32_TIME = 8.0
 LAUNCH_S = 0.0006
 """Least time of one layer call, forward or backward: Python and kernel launches."""
-CODES_RATE = 0.27
-"""Rate of AdamW on one host thread with moments in 8-bit codes, over that with fp32 moments."""
+CODES_RATE = 0.1
+"""Rate of AdamW on one host thread with moments in 8-bit codes, over that with fp32 moments: `benchmarks/adamw_moments.py`."""
 STEP_S = 0.008
 """Batch, embedding, norms, and the synchronisation at the end of the step."""
 GATHER_DELAY, REDUCE_DELAY = 1.1, 0.5
